@@ -186,7 +186,7 @@ def test_names_with_brackets_are_names():
 
 def test_errors_of_names():
     H, model = hessian(network()), network()
-    with pytest.raises(ValueError, match=r"row_idxs has unknown names \['\*.conv'\]; there are"):
+    with pytest.raises(ValueError, match=r"row_idxs has unknown names \['\*.conv'\]. There are"):
         SubmatrixLinearOperator(H, ["*.conv", "2"], ["2"])
     with pytest.raises(
         ValueError, match="patterns has unknown names .*Names of modules, and globs"

@@ -102,7 +102,11 @@ PARAMETERS: list[tuple[Any, Any, type[Exception], str]] = [
     (lambda x: x, [X, X], ValueError, "'0' occurs twice|'1' occurs twice"),
     (linear, {"w": X, "v": X}, ValueError, "occurs twice"),
     (nn.BatchNorm1d(3), {"running_mean": X[0]}, ValueError, "'running_mean' .* a buffer"),
-    (shared, {"weight": X}, ValueError, "'weight' in params is unknown.*0.weight"),
+    (shared, {"weight": X}, ValueError, "'weight' in params is unknown.*mean '0.weight'"),
+    (nn.ModuleDict({str(i): net() for i in range(9)}), {"x": X}, ValueError, "and 26 more"),
+    (shared, [shared[0].weight.data], ValueError, r"list\(model.parameters\(\)\).*nor param.data"),
+    (shared, CE, TypeError, r"Pass list\(model.parameters\(\)\)"),
+    (CE, [X], ValueError, "CrossEntropyLoss, which has no parameters. The model is the first"),
     (shared, {"0.bias": torch.ones(3)}, ValueError, r"'0.bias'.*shape \[3\].*\[4\]"),
     (linear, {"w": torch.ones(3, 2).long()}, TypeError, "'w' has dtype torch.int64"),
     (linear, {"w": COMPLEX}, TypeError, "'w' has dtype torch.complex64.*view_as_complex"),
@@ -163,6 +167,16 @@ def loader(**options: Any) -> DataLoader:
     return DataLoader(TensorDataset(X, Y), batch_size=2, **options)
 
 
+class SimpleIterable:
+    """A stream of the batches of a loader."""
+
+    def __init__(self, loader: DataLoader):
+        self.loader = loader
+
+    def __iter__(self) -> Iterator:
+        return iter(self.loader)
+
+
 NAN = [DATA[0], (X[3:] * float("nan"), Y[3:])]
 BY_CHECK: list[Case] = [
     ({"data": []}, ValueError, "data is empty"),
@@ -175,13 +189,20 @@ BY_CHECK: list[Case] = [
     ({"data": ([X, X], Y)}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
     ({"data": ({"x": X}, None)}, ValueError, r"data is a pair.*pass \[\(X, y\)\]"),
     ({"data": 3}, TypeError, "must be an iterable over pairs"),
+    ({"data": X, "progressbar": Y}, TypeError, r"pass \[\(X, y\)\]"),
+    ({"data": TensorDataset(X, Y)}, TypeError, r"DataLoader\(dataset, batch_size\)"),
     (
         {"data": [{"X": X}]},
         ValueError,
         r"Batch 0 of the data is a dict, expected a pair.*transformers\.problem.*be shifted by one",
     ),
-    ({"data": [(X, Y, Y)]}, ValueError, "Batch 0 of the data is a tuple of length 3"),
+    ({"data": [(X, Y, Y)]}, ValueError, r"tuple of length 3.*a pair \(X, y\). Pass .*X, y, _ in"),
     ({"data": [X]}, ValueError, "Batch 0 of the data is a Tensor"),
+    (
+        {"data": SimpleIterable(loader(shuffle=True))},
+        RuntimeError,
+        "DataLoader shuffles.*list.loader.*shuffle=False",
+    ),
     (
         {"data": loader(shuffle=True)},
         RuntimeError,
@@ -352,7 +373,8 @@ MODELS: list[tuple[nn.Module, type[Exception], str]] = [
     ),
     (Lookup(nn.EmbeddingBag(2, 3, mode="max")), NotImplementedError, "mode='max'"),
     (Returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
-    (Returns(lambda z: (z, z)), TypeError, r"returned tuple on batch 0.*transformers\.problem"),
+    (Returns(lambda z: (z, z)), TypeError, r"tuple on batch 0.*self.inner\(X\)\[0\].*transformers"),
+    (nn.Bilinear(3, 3, 3), TypeError, r"with \(X\), but takes \(input1.*self.inner\(\*X\)"),
     (Returns(lambda z: z.sum()), TypeError, r"shape \[\].*batch axis first"),
     (Returns(lambda z: z.argmax(1)), TypeError, "torch.int64"),
     (Returns(lambda z: z.detach()), ValueError, "does not depend on any of the parameters"),
@@ -473,7 +495,14 @@ LOSSES: list[Case] = [
         "probabilities, which cannot be",
     ),
     ({"data": TOKENS}, ValueError, r"Batch 0: CrossEntropyLoss.*shape \[5\]; got .*\[5, 2\]"),
-    ({"data": [(X, Y.float())]}, ValueError, r"integer targets of shape \[5\]; got torch.float32"),
+    (
+        {"data": [(X, Y.float())]},
+        ValueError,
+        r"targets of shape \[5\]; got torch.float32.*Pass y.long",
+    ),
+    ({"data": [(X, Y[:, None])]}, ValueError, r"got .*\[5, 1\]. Pass y.squeeze\(1\)."),
+    ({"data": [(X, Y.numpy())]}, ValueError, r"a ndarray. Pass torch.as_tensor\(y\)"),
+    ({"data": [(X, X.numpy())], "loss": nn.MSELoss()}, ValueError, r"Pass torch.as_tensor\(y\)"),
     ({"data": [(X, None)]}, ValueError, "a NoneType"),
     ({"data": [(X, Y + 1)]}, ValueError, "targets from 1 to 3, but the output has 3 classes"),
     ({"loss": nn.NLLLoss(), "data": [(X, Y - 1)]}, ValueError, "targets from -1 to 1"),
@@ -651,6 +680,16 @@ def test_types_of_inputs(kind: type, name: str):
     refused({"data": [(wrong, Y)], "kind": kind}, TypeError, match)
 
 
+def test_errors_about_no_dtype_are_the_models_own():
+    class Embeds(nn.Embedding):
+        def forward(self, X: Tensor) -> Tensor:
+            return super().forward(X) + len(3)
+
+    refused({"model": Embeds(4, 3), "data": [(Y, Y)]}, TypeError, "^object of type 'int' has no")
+    reals = {"model": nn.Embedding(4, 3), "data": [(Y.double(), Y)]}
+    refused(reals, RuntimeError, "^Expected tensor for argument #1 'indices'")
+
+
 def test_types_that_the_model_converts():
     class Converts(nn.Module):
         def __init__(self):
@@ -795,6 +834,79 @@ def test_parameters_of_another_shape(kind: type):
         operator @ torch.ones(operator.shape[1])
 
 
+# --- calls of operators
+
+H, K = build(), build(kind=KFACLinearOperator)
+TWICE = H + 2.0 * H
+OPTIONS_OF_OTHERS = ["loss_average", "shape", "backend", "group"]
+USES: list[tuple[Callable, type[Exception], str]] = [
+    (lambda: H.trace(), AttributeError, r"no 'trace'. Only operators with structure.*xtrace\(A"),
+    (lambda: H.to("cpu"), AttributeError, r"HessianLinearOperator has no 'to'.*to_device\(device"),
+    (lambda: H.double(), AttributeError, "Convert the model"),
+    (lambda: H.eigenvalues, AttributeError, r"eigsh\(A, k\)"),
+    (lambda: H.todense(), AttributeError, r"to_dense\(\)"),
+    (lambda: K.inv(), AttributeError, r"KFACLinearOperator has no 'inv'.*A.inverse\(\)"),
+    (lambda: TWICE.gradient_and_loss(), AttributeError, "SumLinearOperator has no.*add up"),
+    (lambda: K.inverse(0.1).load_state_dict({}), AttributeError, "K.load_state_dict.state., then"),
+    (lambda: H.set_submatrix([0], [0]), AttributeError, "arguments of the constructor"),
+    (lambda: H[0], TypeError, r"SubmatrixLinearOperator\(A, rows, columns\)"),
+    (lambda: list(H), TypeError, "has no entries"),
+    (lambda: H**-1, ValueError, "exponent must be an integer >= 0, got -1. Solve with CGInv"),
+    (lambda: K.input_covariances["weight"], KeyError, r"There are \['0', '2'\]"),
+    (lambda: K.update(X, Y), ValueError, r"as in K.update\(\(X, y\)\), got Tensor"),
+    (lambda: K.update([DATA[0]] * 3), ValueError, "update.. takes a batch.*, got list"),
+    (
+        lambda: KFACLinearOperator.from_state_dict({}, shared, list(shared.parameters()), DATA),
+        TypeError,
+        r"from_state_dict\(\) takes the state, model_func, loss_func, params and data.*'data'",
+    ),
+    (
+        lambda: curvlinops.CGInverseLinearOperator(H, preconditioner=torch.ones(H.shape[0])),
+        ValueError,
+        r"preconditioner has shape \[31\].*DiagonalLinearOperator\(d\).*lambda v: d \* v",
+    ),
+    (
+        lambda: curvlinops.NeumannInverseLinearOperator(H.damped(10.0)) @ torch.ones(H.shape[0]),
+        curvlinops.DivergenceError,
+        "Choose a scale below two over",
+    ),
+    *(
+        (functools.partial(build, **{name: 1}), TypeError, f"'{name}': ")
+        for name in OPTIONS_OF_OTHERS
+    ),
+    *(
+        (functools.partial(build, kind=kind, process_group=1), TypeError, "one process")
+        for kind in JACOBIANS
+    ),
+]
+
+
+@pytest.mark.parametrize("use, error, match", USES)
+def test_uses(use: Callable, error: type[Exception], match: str):
+    with pytest.raises(error, match=match):
+        use()
+
+
+def test_a_matrix_is_added_as_the_message_says():
+    matrix = np.arange(31.0**2).reshape(31, 31)
+    with pytest.raises(TypeError, match=r"KroneckerProductLinearOperator\(torch.as_tensor\(M\)\)"):
+        H + matrix
+    total = H + curvlinops.KroneckerProductLinearOperator(torch.as_tensor(matrix))
+    expected = H.to_dense().double() + torch.as_tensor(matrix)
+    torch.testing.assert_close(total.to_dense(), expected)
+
+
+@pytest.mark.parametrize(
+    "model, params, match",
+    [
+        (lambda X: shared(X), dict(shared.named_parameters()), r"\(params, X\).*params as a list"),
+        (lambda p, X: shared(X), list(shared.parameters()), r"with \(X\).*params as a dictionary"),
+    ],
+)
+def test_functions_of_other_arguments(model: Callable, params: Any, match: str):
+    refused({"model": model, "params": params}, TypeError, match)
+
+
 # --- names of curvlinops-for-pytorch
 
 IMPORTS = {
@@ -803,6 +915,7 @@ IMPORTS = {
     "from curvlinops.trace.hutchinson import HutchinsonTraceEstimator": "hutchinson_trace",
     "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
     "from curvlinops.examples import TensorLinearOperator": r"xtrace\(matrix, 6\)",
+    "from curvlinops._torch_base import PyTorchLinearOperator": "TorchLinearOperator",
     "from curvlinops import KFOCLinearOperator": "there is no counterpart",
 }
 

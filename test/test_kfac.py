@@ -575,7 +575,7 @@ def test_blocks_by_the_names_of_their_parameters(cls: type, joint: bool):
 BAD = [
     ({"fisher_type": "x"}, "fisher_type must be one of"),
     ({"kfac_approx": "x"}, "kfac_approx must be one of"),
-    ({"kfac_approx": {"zzz": "reduce"}}, "no such parameter"),
+    ({"kfac_approx": {"zzz": "reduce"}}, "unknown name 'zzz'. There are"),
     ({"kfac_approx": {"0": "x"}}, "must be one of"),
     ({"fallback": "x"}, "fallback must be one of"),
     ({"mc_samples": 0}, "mc_samples must be an integer >= 1"),

@@ -210,7 +210,7 @@ def test_errors():
         (torch.ones(dim, dtype=torch.bool), ValueError, "must be integers"),
         ([0, name], ValueError, "must be integers"),
         (name, TypeError, "got a string. Pass \\["),
-        (["head"], ValueError, "unknown names \\['head'\\]; there are"),
+        (["head"], ValueError, "unknown names \\['head'\\]. There are"),
         ([name, name], ValueError, "entries twice"),
     ]:
         with pytest.raises(kind, match=message):

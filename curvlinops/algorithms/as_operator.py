@@ -114,6 +114,11 @@ def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinea
     if callable(preconditioner) and not isinstance(preconditioner, LinearOperator):
         products = (partial(_apply_function, preconditioner), _no_adjoint)
         operator = ForeignLinearOperator(A.shape, A.dtype, A.device, *products)
+    elif getattr(preconditioner, "ndim", 2) == 1:
+        raise ValueError(
+            f"preconditioner has shape {list(preconditioner.shape)}, expected a matrix. Pass "
+            "DiagonalLinearOperator(d) for a diagonal d, or a function such as lambda v: d * v."
+        )
     else:
         operator = Matrix(preconditioner, square=True).operator
     A.operator.domain.check_compatible(operator.domain)

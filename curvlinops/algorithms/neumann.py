@@ -115,7 +115,12 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             term = total = self.scale * rows
             first = last = double_norm(term, 1)
             for k in range(1, self.num_terms + 1):
-                term = term - self.scale * step(term)
+                try:
+                    term = term - self.scale * step(term)
+                except ValueError:
+                    if bool((last > first).any()):  # the product with a large term overflows
+                        self._diverge(k)
+                    raise
                 total = total + term
                 last = double_norm(term, 1)
                 show_residuals((last, self.rtol * first))

@@ -91,11 +91,13 @@ class Evaluation:
         """Evaluate the model; inside ``active()`` only.
 
         Raises:
-            TypeError: If it fails, and takes the entries of X as keyword arguments.
+            TypeError: If it fails, and takes other arguments, or the entries of X as keywords.
         """
         try:
             return self._model(self._values, copy_containers(X))
         except Exception as error:
+            if isinstance(error, TypeError) and (reason := self._model.wrong_call()) is not None:
+                raise TypeError(f"{reason} (The model's error: {error})") from error
             if not isinstance(X, Mapping):
                 raise
             message = _ONE_ARGUMENT.format(type(X).__name__)

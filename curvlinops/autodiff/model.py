@@ -4,7 +4,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from curvlinops.autodiff.parameters import (
     without_history,
 )
 from curvlinops.autodiff.used_modules import find_modules
+from curvlinops.support.arguments import nearest
 from curvlinops.support.torch_internals import modules_of, tensor_tables, without_hooks
 
 
@@ -49,6 +50,9 @@ class Model(ABC):
 
     module: nn.Module | None = None
     substitutable = True
+    #: The arguments of the user's function, and what to do if it takes others.
+    _arguments: tuple[str, ...] = ("X",)
+    _remedy = "Pass params as a dictionary for a function of params and X."
 
     def __init__(
         self,
@@ -70,6 +74,18 @@ class Model(ABC):
     def names_entries(self, X: Mapping[str, Any]) -> bool:
         """Return whether the model is known to take entries of X as keyword arguments."""
         return False
+
+    def wrong_call(self) -> str | None:
+        """Return what is wrong if the user's function takes other arguments, else ``None``."""
+        with suppress(TypeError, ValueError):  # there is no signature
+            function = getattr(self.module, "forward", self.source)
+            signature = inspect.signature(function, follow_wrapped=False)
+            try:
+                signature.bind(*self._arguments)
+            except TypeError:
+                call = ", ".join(self._arguments)
+                return f"The model is called with ({call}), but takes {signature}. {self._remedy}"
+        return None
 
     @property
     def replaced(self) -> dict[int, str]:
@@ -151,26 +167,32 @@ class Model(ABC):
 class ModuleModel(Model):
     """A ``torch.nn.Module``, possibly wrapped for data parallelism or compiled."""
 
+    _remedy = "Wrap it in a Module whose forward takes X and unpacks it, as self.inner(*X)."
+
     def __init__(self, module: nn.Module, params: list[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         self._registered, self.module = named_parameters(module)
         buffers = dict(module.named_buffers())
         check_complete({**self._registered, **buffers})
         registered, given = self._registered, None
+        if not registered:
+            raise ValueError(
+                f"model_func is a {type(module).__name__}, which has no parameters. The model is "
+                "the first argument, and the loss the second."
+            )
         if is_named(params):
             named, given = dict(params), params
-            for name in named.keys() - registered.keys():
+            for name in [name for name in named if name not in registered]:
                 kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
-                raise ValueError(
-                    f"'{name}' in params is {kind}. The model's parameters are {list(registered)}."
-                )
+                raise ValueError(f"'{name}' in params is {kind}. {nearest(name, registered)}")
         else:
             names = {id(param): name for name, param in reversed(registered.items())}
             for i, param in enumerate(params):
                 if id(param) not in names:
                     raise ValueError(
                         f"Entry {i} of params, of shape {list(param.shape)}, is not a parameter of "
-                        f"the model. Its parameters are {list(registered)}."
+                        "the model. Pass list(model.parameters()) of this very model, neither of a "
+                        "copy nor param.data."
                     )
             check_distinct(params, names)
             named = {names[id(param)]: param for param in params}
@@ -226,6 +248,9 @@ class ModuleModel(Model):
 
 class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
+
+    _arguments = ("params", "X")
+    _remedy = "Pass params as a list for a function of X alone."
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
         super().__init__(function, dict(params), params)

@@ -28,7 +28,7 @@ def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise TypeError(
             "params must be a list of tensors or a dictionary from names to tensors, got "
-            f"{type(params).__name__}."
+            f"{type(params).__name__}. Pass list(model.parameters())."
         )
     if isinstance(params, Set):
         raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")

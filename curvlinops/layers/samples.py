@@ -17,6 +17,7 @@ from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
+from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, preserved_rng
@@ -223,7 +224,10 @@ class SampleBackward:
         if not (batch.uses or batch.unrecorded()):
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
-        self._use_fallback(batch.unrecorded(), "a call that no rule knows uses it")
+        if unrecorded := batch.unrecorded():
+            custom = sorted(custom_functions(graph_nodes(batch.output)))
+            which = f" (perhaps one of {', '.join(custom)})" if custom else ""
+            self._use_fallback(unrecorded, f"a call that no rule knows uses it{which}")
         if batch.has_replaced and batch.operations not in self._facts.compared:
             self._check_compositions(problem, batch, states)
         batch.drop(self.fallbacks)

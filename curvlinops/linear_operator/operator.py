@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -20,11 +20,13 @@ from curvlinops.linear_operator.vectors import (
 )
 from curvlinops.support.arguments import (
     KnownKeywords,
+    as_integer,
     changed,
     check_count,
     check_number,
     without_graph,
 )
+from curvlinops.support.former_names import FORMER_METHODS
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
@@ -56,26 +58,56 @@ _LARGEST_DENSE = 4 * 2**30
 _DENSE_BLOCK = 64 * 2**20
 
 
-class _NeedsStructure:
-    """Stands in place of a method that only operators with structure have.
+_SOLVE = "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
+
+#: Methods that only operators with structure have, and what to call instead.
+_OF_STRUCTURE = {
+    "trace": "Estimate it by xtrace(A, n) or hutchinson_trace(A, n).",
+    "diagonal": "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator "
+    "computes that of the GGN.",
+    "frobenius_norm": "Estimate its square by hutchinson_squared_fro(A, n).",
+    "logdet": "Estimate it by lanczos_logdet(A).",
+    "det": "Estimate its logarithm by lanczos_logdet(A).",
+    "eigh": "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense()).",
+    "eigvalsh": "Compute k of them by eigsh(A, k), or all by torch.linalg.eigvalsh(A.to_dense()).",
+    "inverse": _SOLVE,
+    "solve": _SOLVE,
+}
+
+#: Attributes that people look for, and what to write instead.
+_REMEDIES = {
+    **{
+        name: f"Only operators with structure have it, such as KFACLinearOperator. {remedy}"
+        for name, remedy in _OF_STRUCTURE.items()
+    },
+    **dict.fromkeys(
+        ("eigenvalues", "eigvals"),
+        "Compute k of them by eigsh(A, k); operators with structure have A.eigvalsh().",
+    ),
+    **dict.fromkeys(("todense", "toarray", "numpy"), "A.to_dense() is the matrix as a tensor."),
+    **dict.fromkeys(("to", "cuda", "cpu"), "Call A.to_device(device)."),
+    **dict.fromkeys(("double", "float"), "Convert the model, and build the operator anew."),
+    "inv": f"Operators with structure have A.inverse(). For others: {_SOLVE}",
+    "gradient_and_loss": "Call it on the operators on data of which this one is made, and add up.",
+    **FORMER_METHODS,
+}
+
+
+class _Missing:
+    """Stands in place of an attribute that operators do not have.
 
     It raises an AttributeError, so that ``hasattr`` is false.
 
     Args:
-        remedy: The call to use instead.
+        name: The attribute.
+        remedy: What to write instead.
     """
 
-    def __init__(self, remedy: str):
-        self._remedy = remedy
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, remedy: str):
+        self._name, self._remedy = name, remedy
 
     def __get__(self, operator: Any, owner: type) -> Any:
-        raise AttributeError(
-            f"{owner.__name__} has no {self._name}(), which only operators with structure have, "
-            f"such as KFACLinearOperator. {self._remedy}"
-        )
+        raise AttributeError(f"{owner.__name__} has no '{self._name}'. {self._remedy}")
 
 
 #: The product with a dictionary of tensors.
@@ -142,21 +174,6 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
     T: "TorchLinearOperator"
     H: "TorchLinearOperator"
-    if not TYPE_CHECKING:  # type checkers know that these methods are missing
-        trace = _NeedsStructure("Estimate it by xtrace(A, n) or hutchinson_trace(A, n).")
-        diagonal = _NeedsStructure(
-            "Estimate it by xdiag(A, n) or hutchinson_diag(A, n); GGNDiagonalLinearOperator "
-            "computes that of the GGN."
-        )
-        frobenius_norm = _NeedsStructure("Estimate its square by hutchinson_squared_fro(A, n).")
-        logdet = _NeedsStructure("Estimate it by lanczos_logdet(A).")
-        det = _NeedsStructure("Estimate its logarithm by lanczos_logdet(A).")
-        eigh = _NeedsStructure(
-            "Compute k eigenpairs by eigsh(A, k), or all by torch.linalg.eigh(A.to_dense())."
-        )
-        inverse = _NeedsStructure(
-            "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
-        )
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
@@ -310,6 +327,13 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
             "an array x with an operator."
         )
 
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Refuse indices, and loops over an operator."""
+        raise TypeError(
+            f"A {type(self).__name__} has no entries. Take a part of it by "
+            "SubmatrixLinearOperator(A, rows, columns), or entries of the matrix A.to_dense()."
+        )
+
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
         """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts.
 
@@ -406,8 +430,9 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
             return self
         if isinstance(other, np.ndarray | Tensor) or is_scalar(other):
             raise TypeError(
-                "Operators can only be added to operators: use scipy's aslinearoperator for a "
-                "matrix, and A.damped(c) to add a multiple of the identity."
+                "Operators can only be added to operators: use "
+                "KroneckerProductLinearOperator(torch.as_tensor(M)) for a matrix M, and "
+                "A.damped(c) to add a multiple of the identity."
             )
         return super().__add__(other)
 
@@ -487,6 +512,10 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
     def _transpose(self) -> "TorchLinearOperator":
         return self._adjoint()
+
+
+for _name, _remedy in _REMEDIES.items():
+    setattr(TorchLinearOperator, _name, _Missing(_name, _remedy))
 
 
 class _Composite(TorchLinearOperator):
@@ -597,6 +626,8 @@ class PowerLinearOperator(_Composite):
         if operator.shape[0] != operator.shape[1]:
             raise ValueError(f"Powers need a square operator, got shape {operator.shape}.")
         operator.domain.check_compatible(operator.codomain)
+        if (as_integer(exponent) or 0) < 0:
+            raise ValueError(f"exponent must be an integer >= 0, got {exponent}. {_SOLVE}")
         self.operator, self.exponent = operator, check_count("exponent", exponent, at_least=0)
         super().__init__(operator.domain, operator.codomain, operator.self_adjoint)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.support.arguments import nearest
 from curvlinops.support.norms import double_dot, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
@@ -311,8 +312,8 @@ def match_names(names: Sequence[str], patterns: Iterable[str], what: str) -> lis
     chosen = {pattern: _matches(names, pattern) for pattern in patterns}
     if unknown := [pattern for pattern, found in chosen.items() if not found]:
         raise ValueError(
-            f"{what} has unknown names {unknown}; there are {list(names)}. Names of modules, and "
-            "globs such as '*.weight', choose several."
+            f"{what} has unknown names {unknown}. {nearest(unknown[0], names)} Names of modules, "
+            "and globs such as '*.weight', choose several."
         )
     return list(dict.fromkeys(name for found in chosen.values() for name in found))
 

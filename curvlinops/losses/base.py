@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -255,6 +256,11 @@ def _supported() -> str:
         "EFLinearOperator, support every loss; GGNLinearOperator supports every twice "
         "differentiable function of the model's output and the target."
     )
+
+
+def conversion_of(target: Any) -> str:
+    """Return how to make a tensor of a target, for messages."""
+    return " Pass torch.as_tensor(y)." if isinstance(target, np.ndarray | list) else ""
 
 
 def outer(rows: Tensor) -> OutputMatrix:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.losses.base import Loss, constant, with_diagonal
+from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
 from curvlinops.support.norms import wide
 
 #: The remedy for outputs with classes on the last axis, for messages.
@@ -17,6 +17,15 @@ _CLASSES_LAST = (
     "which also shifts the labels of causal language models; or let the model return "
     "output.movedim(-1, 1)."
 )
+
+
+def _remedy(output: Tensor, target: Tensor, positions: tuple[int, ...]) -> str:
+    """Return what to do with a target that does not fit an output, if that is evident."""
+    is_column = target.ndim > 1 and target.squeeze(1).shape == positions
+    if is_column or target.shape == positions:
+        call = f"y{'.squeeze(1)' * is_column}{'.long()' * target.is_floating_point()}"
+        return f" Pass {call}."
+    return _CLASSES_LAST if output.ndim > 2 and target.shape == output.shape[:-1] else ""
 
 
 class ClassAxisLoss(Loss):
@@ -32,14 +41,14 @@ class ClassAxisLoss(Loss):
             raise ValueError(
                 f"{self.name} needs an output [N, C, ...] and a tensor as target, got an output "
                 f"of shape {list(output.shape)} and a {type(target).__name__}."
+                f"{conversion_of(target)}"
             )
         positions = (output.shape[0], *output.shape[2:])
         if target.is_floating_point() or tuple(target.shape) != positions:
-            hint = _CLASSES_LAST if target.shape == output.shape[:-1] else ""
             raise ValueError(
                 f"{self.name} has an output of shape {list(output.shape)} (classes on axis 1), "
                 f"which needs integer targets of shape {list(positions)}; got {target.dtype} of "
-                f"shape {list(target.shape)}.{hint}"
+                f"shape {list(target.shape)}.{_remedy(output, target, positions)}"
             )
         y, _ = self._indices(target)
         if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < output.shape[1]:

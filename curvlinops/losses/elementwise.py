@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvlinops.losses.base import Loss, constant, with_diagonal
+from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
 from curvlinops.support.norms import wide
 
 #: The smallest divisor of PyTorch's derivative of ``binary_cross_entropy``.
@@ -29,6 +29,7 @@ class ElementwiseLoss(Loss):
             raise ValueError(
                 f"{self.name} needs a target of the output's shape {list(output.shape)}, got "
                 f"{found}. Broadcasting is not supported; reshape or expand the target."
+                f"{conversion_of(target)}"
             )
         if target.is_complex():
             raise ValueError(f"{self.name} needs a real target, got {target.dtype}.")

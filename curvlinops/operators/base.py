@@ -99,8 +99,6 @@ class DataLinearOperator(TorchLinearOperator):
 
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
-        check_flag("progressbar", self.progressbar)
-        check_flag("check_deterministic", self.check_deterministic)
         self.cache = check_cache(self.cache)
         if self.chunk_size is not None:
             self.chunk_size = check_count("chunk_size", self.chunk_size)
@@ -117,6 +115,9 @@ class DataLinearOperator(TorchLinearOperator):
                 self.check_deterministic,
                 self._per_sample,
             )
+            # data first: in their place stand X and y if a user forgets the brackets
+            check_flag("progressbar", self.progressbar)
+            check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
         with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
@@ -252,9 +253,9 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.ranks.size == 1:
             yield columns
             return
-        options = self._settings() | {"seed": None}  # ranks never draw the same numbers
+        options = {f"option '{name}'": x for name, x in self._settings().items() if name != "seed"}
         shared = linearization_of(self)
-        details |= {"options": options, "is_linearized": shared is not None}
+        details |= options | {"is_linearized": shared is not None}
         with_values = shared is None or not shared.is_synchronized
         ranks = self.risk.ranks
         with ranks.synchronized(self.risk, task, columns, with_values, **details) as columns:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class RowsLinearOperator(DataLinearOperator):
     """
 
     __matmul__: Product[Tensor]
+    _refused_keywords: ClassVar[dict[str, str]] = {
+        "process_group": "leave it out, since rows are for the data of one process"
+    }
 
     def __post_init__(self) -> None:
         """Refuse process groups, too."""

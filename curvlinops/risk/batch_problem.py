@@ -260,12 +260,11 @@ class BatchProblem:
         try:
             output = evaluation.output(self.batch.X)
         except (RuntimeError, TypeError, AttributeError) as error:
-            text, dtypes = first_line(error), {x.dtype for x in self.model.tensors().values()}
-            is_about_types = any(word in text for word in ("type", "numpy", "ndarray"))
-            misfit = self.batch.misfit({x for x in dtypes if x.is_floating_point})
-            if lacks_memory(error) or not is_about_types or misfit is None:
+            dtypes = {x.dtype for x in self.model.tensors().values()}
+            misfit = self.batch.misfit({x for x in dtypes if x.is_floating_point}, error)
+            if lacks_memory(error) or misfit is None:
                 raise
-            raise TypeError(f"{misfit}. (The model's error: {text})") from error
+            raise TypeError(f"{misfit}. (The model's error: {first_line(error)})") from error
         kind = type(output).__name__
         if isinstance(output, Tensor):
             if output.is_floating_point() and output.ndim > 0:
@@ -273,9 +272,9 @@ class BatchProblem:
             kind = f"a tensor of shape {list(output.shape)} and {output.dtype}"
         raise TypeError(
             f"The model returned {kind} on batch {self.batch.index}, expected one real tensor with "
-            "the batch axis first. For models of Hugging Face, construct the operator from "
-            "*curvlinops.integrations.transformers.problem(model, loader). Wrap others, in a "
-            "Module whose forward returns the one tensor, e.g. self.inner(**X).logits."
+            "the batch axis first. Wrap the model in a Module whose forward returns the one "
+            "tensor, e.g. self.inner(X)[0]. For models of Hugging Face with logits, construct the "
+            "operator from *curvlinops.integrations.transformers.problem(model, loader)."
         )
 
     def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Batches: their kinds, their numbers of samples, and their way to the device."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,20 @@ from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.support.arguments import check_count
 from curvlinops.support.pytree import leaves, map_leaves, move
+from curvlinops.support.warnings import first_line
+
+#: The names of integers in PyTorch's errors about dtypes.
+_INTEGERS = re.compile(r"\b(long|int|short|char|byte|bool)(tensor)?\b", re.IGNORECASE)
+
+_FROM_TUPLES = (
+    "Pass a list or a loader of pairs, e.g. [(X, y) for X, y, _ in loader]; y may be None."
+)
+_FROM_DICTIONARIES = (
+    "For models of Hugging Face, construct the operator from "
+    "*curvlinops.integrations.transformers.problem(model, loader). For others, pass a list or a "
+    "loader of pairs, e.g. [(batch, batch['labels']) for batch in loader]; y may be None. Labels "
+    "of a causal language model must be shifted by one position."
+)
 
 
 @dataclass(frozen=True)
@@ -37,25 +52,30 @@ class Batch:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
-    def misfit(self, dtypes: Collection[torch.dtype]) -> str | None:
+    def misfit(self, dtypes: Collection[torch.dtype], error: Exception) -> str | None:
         """Describe what in X is no tensor, or of another dtype than the model; and the remedy.
 
         Args:
             dtypes: The dtypes of the model's parameters and buffers.
+            error: The model's error. If it is about something else, ``None`` is returned.
         """
+        text = first_line(error)
         arrays: list[np.ndarray] = []
         map_leaves(self.X, lambda x: arrays.append(x) if isinstance(x, np.ndarray) else x)
         wanted, X = " or ".join(sorted(map(str, dtypes))), f"X of batch {self.index}"
-        if arrays:
+        if arrays and ("numpy" in text or "ndarray" in text):
             return (
                 f"{X} is a NumPy array of dtype {arrays[0].dtype}, the model has {wanted}. Pass "
                 f"tensors: torch.as_tensor(X), and for real numbers .to({wanted})"
             )
         others = [x.dtype for x in leaves(self.X) if x.dtype not in dtypes]
-        if not others:
+        is_about_dtypes = isinstance(error, RuntimeError) and "type" in text
+        if not others or not is_about_dtypes or "indices" in text:
             return None
-        # integers may be indices
+        # integers may be indices: they are to blame only if the error names them
         dtype = max(others, key=lambda dtype: dtype.is_floating_point)
+        if not dtype.is_floating_point and not _INTEGERS.search(text):
+            return None
         return (
             f"{X} has dtype {dtype}, the model {wanted}. Convert the data, such as "
             f"X.to({wanted}), or the model, such as model.to({dtype})"
@@ -87,7 +107,7 @@ class Batches:
         if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
             raise TypeError(
                 f"data must be an iterable over pairs (X, y), got {type(data).__name__}. For one "
-                "batch, pass [(X, y)]."
+                "batch, pass [(X, y)]; for a Dataset, DataLoader(dataset, batch_size)."
             )
         if isinstance(data, Iterator):
             raise ValueError(
@@ -95,7 +115,7 @@ class Batches:
                 "over it; products need many. Pass a DataLoader or a list of batches."
             )
         # a class of the user's may draw random numbers when it is read
-        is_plain = type(data) in (tuple, list) and _is_pair(data)
+        is_plain = type(data) in (tuple, list) and is_pair(data)
         if is_plain and any(x is None or isinstance(x, Tensor | np.ndarray) for x in data):
             raise ValueError(
                 "data is a pair (X, y), expected an iterable over pairs. For one batch, pass "
@@ -122,15 +142,12 @@ class Batches:
         index, num_data = -1, 0.0
         must_count = self.num_data is not None or self.batch_size_fn is not None
         for index, pair in enumerate(items):
-            if not _is_pair(pair):
+            if not is_pair(pair):
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
+                remedy = _FROM_DICTIONARIES if isinstance(pair, Mapping) else _FROM_TUPLES
                 raise ValueError(
-                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). For "
-                    "models of Hugging Face, construct the operator from "
-                    "*curvlinops.integrations.transformers.problem(model, loader). For others, let "
-                    "the data yield pairs, e.g. [(batch, batch['labels']) for batch in ...]; y may "
-                    "be None. Labels of a causal language model must be shifted by one position."
+                    f"Batch {index} of the data is a {kind}{size}, expected a pair (X, y). {remedy}"
                 )
             batch = Batch(index, *map_leaves(move(tuple(pair), device), _without_history))
             try:
@@ -150,7 +167,10 @@ class Batches:
                 else "data is empty: it did not yield a single batch."
             )
         if self.num_data is not None and num_data != self.num_data:
-            raise ValueError(f"num_data is {self.num_data}, but data has {num_data:.0f} samples.")
+            raise ValueError(
+                f"num_data is {self.num_data}, but data has {num_data:.0f} samples. Of several "
+                "processes, each counts its own."
+            )
         self._counts = index + 1, num_data
 
     @property
@@ -211,7 +231,8 @@ class Batches:
         )
 
 
-def _is_pair(x: Any) -> bool:
+def is_pair(x: Any) -> bool:
+    """Return whether an object is a pair ``(X, y)``."""
     return isinstance(x, tuple | list) and len(x) == 2
 
 

@@ -92,12 +92,15 @@ def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:
 
 def _explain_data(data: Any) -> str:
     """Return why two draws of the first batch differ."""
-    reason = "data shuffles, or is drawn or augmented at random"
-    if isinstance(data, DataLoader) and isinstance(data.sampler, RandomSampler):
-        reason = "the DataLoader shuffles (shuffle=True)"
+    reason = "data shuffles, or is drawn, masked or augmented at random"
+    loader = getattr(data, "loader", data)  # pairs of a loader's batches
+    shuffles = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
     fixed = "list(data)"
-    if isinstance(data, DataLoader):
-        fixed = "list(loader), if its batches fit into memory, or a DataLoader with shuffle=False"
+    if isinstance(loader, DataLoader):
+        fixed = "list(loader), if its batches fit into memory"
+    if shuffles:
+        reason = "the DataLoader shuffles (shuffle=True)"
+        fixed += ", or a DataLoader with shuffle=False"
     return (
         f"Two passes over data yield different batches: {reason}. Pass data that yield the same "
         f"batches in the same order each time: {fixed}."

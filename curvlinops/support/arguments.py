@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from curvlinops.support.former_names import FORMER_KEYWORDS
 from curvlinops.support.torch_modes import uncompiled
 
 Choice = TypeVar("Choice", bound=str)
@@ -123,16 +124,26 @@ def check_keywords(
         TypeError: If there is an unknown keyword. The message has the nearest one, or all.
     """
     for name in given:
-        if name in refused:
-            raise TypeError(f"There is no option '{name}': {refused[name]}.")
         known = _keywords(function)
         if known is None or name in known:
             continue
+        if name in (refused := FORMER_KEYWORDS | refused):
+            raise TypeError(f"There is no option '{name}': {refused[name]}.")
         near = get_close_matches(name, known, n=1)
         remedy = f"Did you mean '{near[0]}'?" if near else f"It has {', '.join(known) or 'none'}."
         raise TypeError(
             f"{function.__name__}() got an unexpected keyword argument '{name}'. {remedy}"
         )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a sentence about the known name that is meant by an unknown one, or about some."""
+    known = list(known)
+    inner = [other for other in known if other.endswith(f".{name}")]
+    if near := inner or get_close_matches(name, known, n=1):
+        return f"Did you mean '{near[0]}'?"
+    more = f", and {len(known) - 10} more" if len(known) > 10 else ""
+    return f"There are {known[:10]}{more}."
 
 
 @cache

@@ -5,6 +5,8 @@ from typing import Any
 
 _MATRICES = "functions take matrices and tensors as they are, such as xtrace(matrix, 6)"
 _NONE = "there is no counterpart"
+_HELPERS = "there is no counterpart, its functions were helpers"
+_BASE = "from curvlinops import TorchLinearOperator"
 
 #: Modules and classes by name; the page "Coming from other packages" has them, too.
 FORMER = {
@@ -26,7 +28,13 @@ FORMER = {
     "lanczos_approximate_log_spectrum",
     "examples": _MATRICES,
     "experimental": _NONE,
+    "outer": _HELPERS,
+    "sampling": "torch.randn(D) draws a vector",
+    "utils": _HELPERS,
+    "_base": _BASE,
+    "_torch_base": _BASE,
     # classes
+    "PyTorchLinearOperator": _BASE,
     "HutchinsonTraceEstimator": "hutchinson_trace(A, num_matvecs)",
     "HutchPPTraceEstimator": "hutchpp_trace(A, num_matvecs)",
     "HutchinsonDiagonalEstimator": "hutchinson_diag(A, num_matvecs)",
@@ -34,6 +42,35 @@ FORMER = {
     "TensorLinearOperator": _MATRICES,
     "ActivationHessianLinearOperator": _NONE,
     "KFOCLinearOperator": _NONE,
+}
+
+#: Methods by name, and what to write instead.
+FORMER_METHODS = {
+    **dict.fromkeys(("torch_matvec", "torch_matmat"), "Write A @ x, which takes tensors, too."),
+    **dict.fromkeys(
+        (
+            "set_cg_hyperparameters",
+            "set_lsmr_hyperparameters",
+            "set_neumann_hyperparameters",
+            "set_submatrix",
+        ),
+        "These are arguments of the constructor.",
+    ),
+    **dict.fromkeys(
+        ("compute_eigenvalue_correction", "_compute_kfac"), "Call A.compute_kronecker_factors()."
+    ),
+    **dict.fromkeys(
+        ("from_state_dict", "load_state_dict"),
+        "Kronecker factors have it: call K.load_state_dict(state), then K.inverse(damping).",
+    ),
+}
+
+#: Keywords by name, and what to do instead.
+FORMER_KEYWORDS = {
+    "loss_average": "leave it out, since the reduction of the loss says what is averaged",
+    "shape": "leave it out, since it follows from the other arguments",
+    "backend": "leave it out, since there is only one",
+    "group": "it is called process_group",
 }
 
 

@@ -359,7 +359,7 @@ def _obstacle(by_view: Mapping[ParameterView, list[LayerUse]]) -> str | None:
     """Return why parts of a parameter are no sums of Kronecker products, ``None`` if they are."""
     without = [use for uses in by_view.values() for use in uses if use.shape is None]
     if any(use.is_product for use in without):
-        return "a layer uses a function of it"
+        return "a layer uses a function of it (for W = U @ V, write (x @ V.T) @ U.T)"
     if without or not are_disjoint(list(by_view)):
         return "layers use it in ways that do not go together"
     for shapes in map(_shapes, by_view.values()):
@@ -399,8 +399,8 @@ def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) ->
     if options.fallback is Fallback.ERROR:
         raise NotImplementedError(
             f"Parameter '{name}', {list(shape)}, has no Kronecker-factored block: "
-            f"{reason}. Leave it out of params, or choose fallback='diagonal' or "
-            "fallback='dense'."
+            f"{reason}. Leave it out of params, choose fallback='diagonal' or fallback='dense', or "
+            "write a rule for the call (see the page Extending)."
         )
     limit = options.max_factor_size
     if options.fallback is Fallback.DENSE and prod(shape) > limit:

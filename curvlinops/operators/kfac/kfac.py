@@ -1,5 +1,6 @@
 """Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -43,10 +44,10 @@ from curvlinops.operators.kfac.options import (
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.data import Batch, Batches
+from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.arguments import check_choice, check_count, check_keywords
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -151,9 +152,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 are exponentially weighted means (sums for a loss with reduction ``"sum"``).
 
         Raises:
-            ValueError: If ``decay`` is not between zero and one.
+            ValueError: If ``batch`` is no pair, or ``decay`` not between zero and one.
             RuntimeError: If a parameter is used in ways that do not go together with those before.
         """
+        if not is_pair(batch):
+            raise ValueError(
+                f"update() takes a batch, as in K.update((X, y)), got {type(batch).__name__}."
+            )
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
@@ -360,6 +365,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         cls: Callable[P, Operator], state_dict: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
     ) -> Operator:
         """Build an operator from saved factors and its arguments, without a pass over the data."""
+        check_keywords(cls, kwargs)
+        try:
+            inspect.signature(cls).bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                "from_state_dict() takes the state, model_func, loss_func, params and data, in "
+                f"this order: {error}."
+            ) from error
         operator = cls(*args, **{"check_deterministic": False, **kwargs})
         operator.load_state_dict(state_dict)
         return operator

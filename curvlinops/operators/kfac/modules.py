@@ -10,6 +10,7 @@ from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Block, Term
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
+from curvlinops.support.arguments import nearest
 from curvlinops.support.read_only import MESSAGE, read_only
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -176,6 +177,8 @@ class FactorsByModule(Mapping):
     @in_default_modes
     def __getitem__(self, name: str) -> Tensor:
         """Return the matrix of a module, read-only."""
+        if name not in self._matrices:
+            raise KeyError(f"no matrix of a module {name!r}. {nearest(str(name), self)}")
         matrix = self._matrices[name]
         return read_only(matrix.diag_embed() if self._dense and matrix.ndim == 1 else matrix)
 

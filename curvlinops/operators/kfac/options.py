@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from curvlinops.losses import Loss
-from curvlinops.support.arguments import check_choice
+from curvlinops.support.arguments import check_choice, nearest
 
 
 class FisherType(StrEnum):
@@ -102,6 +102,6 @@ def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
             name for name in names if name == key or name.startswith(f"{key}.") or key == ""
         ]
         if not matching:
-            raise ValueError(f"kfac_approx names '{key}', but there is no such parameter: {names}.")
+            raise ValueError(f"kfac_approx has an unknown name '{key}'. {nearest(key, names)}")
         chosen |= dict.fromkeys(matching, value)
     return frozenset(name for name, value in chosen.items() if value is KFACType.REDUCE)
