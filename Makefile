@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
-BASE ?= 4def691
+BASE ?= HEAD
 COMPARE_ARGS ?=
 
 VENV := .venv
@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # One thread per test process: tests are small, and workers must not fight over cores.
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest
 
-.PHONY: help demo test test-all test-slow test-gpu lint format bench compare docs notebooks clean
+.PHONY: help demo test test-all test-slow test-gpu lint format bench bench-peers compare docs notebooks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,7 +23,7 @@ help:
 	@echo "make test-slow  tests marked slow"
 	@echo "make test-gpu   tests marked gpu"
 	@echo "make lint       ruff check and format check ('make format' applies both), types"
-	@echo "make bench      benchmarks in docs_src/benchmarks (BENCH_ARGS=...)"
+	@echo "make bench      benchmarks against peers, if installed by 'make bench-peers' (BENCH_ARGS=...)"
 	@echo "make compare    numbers, times and memory against a commit (BASE=..., COMPARE_ARGS=...)"
 	@echo "make docs       the site, in docs/_build/html"
 	@echo "make notebooks  the notebooks in docs_src/notebooks, executed"
@@ -63,7 +63,13 @@ format: $(VENV)/.stamp-lint
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.stamp-test
-	$(BIN)/python docs_src/benchmarks/products.py $(BENCH_ARGS)
+	MPLBACKEND=Agg $(BIN)/python docs_src/benchmarks/bench.py $(BENCH_ARGS)
+
+# An environment of their own: some have the import name of this package.
+bench-peers:
+	$(PYTHON) -m venv build/peers
+	build/peers/bin/python -m pip install -qq -c constraints.txt torch \
+		-r docs_src/benchmarks/peers.txt
 
 compare: $(VENV)/.stamp-test
 	$(BIN)/python docs_src/benchmarks/compare.py --base $(BASE) $(COMPARE_ARGS)

@@ -1,4 +1,4 @@
-"""The benchmark runs, on a problem with nothing to measure."""
+"""The benchmark runs, on its smallest problem."""
 
 import json
 import shutil
@@ -11,43 +11,63 @@ import pytest
 pytestmark = pytest.mark.extensive
 
 ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "docs_src" / "benchmarks"
+STATES = ["new model", "seen model", "after a step", "linearized"]
 
 
 def test_benchmark_runs(tmp_path: Path):
-    script = ROOT / "docs_src" / "benchmarks" / "products.py"
-    options = ["--problems", "tiny", "--repeats", "1", "--columns", "2", "--device", "cpu"]
-    options += ["--no-memory"]
-    command = [sys.executable, str(script), *options, "--output", str(tmp_path)]
-    subprocess.run(command, check=True)
+    options = ["--problems", "tiny", "--repeats", "1", "--device", "cpu", "--no-growth"]
+    options += ["--rows", "GGN, ", "norms", "inverse", "--output", str(tmp_path)]
+    subprocess.run([sys.executable, str(BENCHMARKS / "bench.py"), *options], check=True)
     results = json.loads((tmp_path / "cpu.json").read_text())
     rows = results["problems"]["tiny"]["rows"]
-    assert set(rows) >= {"Hessian-vector", "GGN-vector", "Jacobian-vector", "GGN, 2 columns"}
-    assert all(cell["ratio"] > 0 for row in rows.values() for cell in row.values())
-    found = {name: row["repeated"] for name, row in rows.items() if "repeated" in row}
-    for how in ("", " by scipy"):
-        row = found[f"Hessian, ten eigenpairs{how}"]
-        assert 10 <= row["products"] <= 30 and row["error"] <= 1e-2
-    # exact for a matrix of so small a rank
-    assert found["GGN trace, XNysTrace"]["error"] <= 1e-4
-    assert 0 < found["GGN density, 30 Lanczos steps"]["error"] < 0.3
-    page = (tmp_path / "cpu.md").read_text()
-    assert "| Hessian-vector |" in page and "12 products, error" in page
+    assert set(rows) >= {f"GGN, {state}" for state in STATES}
+    cells = [(name, cell) for row in rows.values() for name, cell in row.items()]
+    assert not [cell for name, cell in cells if name == "ours" and "refused" in cell]
+    for _, cell in cells:
+        assert cell["n"] > 0 and cell["seconds"] > 0 and cell["bytes"] > 0
+    # the packages compute the same
+    by_hand = [row["by hand"]["differs"] for row in rows.values() if "by hand" in row]
+    assert len(by_hand) >= 6 and max(by_hand) < 1e-5
+    assert "| GGN, after a step |" in (tmp_path / "cpu.md").read_text()
+    assert (tmp_path / "cpu.png").stat().st_size > 0
 
 
-def test_benchmark_measures_memory():
-    worker = ROOT / "docs_src" / "benchmarks" / "worker.py"
-    command = [sys.executable, str(worker), "first", "tiny", "2", "cpu"]
-    answers = subprocess.run(
-        command, check=True, input="memory GGN-vector\n", capture_output=True, text=True
+def ask(*lines: str, path: Path) -> list:
+    """Return the answers of a process that runs this package."""
+    command = [sys.executable, "worker.py", "ours", "cpu", str(path)]
+    found = subprocess.run(
+        command, check=True, input="\n".join(lines), capture_output=True, text=True, cwd=BENCHMARKS
     )
-    names, memory = map(json.loads, answers.stdout.splitlines())
-    assert "GGN-vector" in names and (memory is None or 0 <= memory < 2**28)
+    return [json.loads(line) for line in found.stdout.splitlines()[1:]]
 
 
-def test_committed_table_is_complete():
-    results = json.loads((ROOT / "docs_src/benchmarks/results/cpu.json").read_text())
+def test_benchmark_measures_memory(tmp_path: Path):
+    row = "row deep(layers=2,width=1000,classes=1000) | {} | first"
+    asked = [
+        row.format("gradients of samples"),
+        "memory",
+        row.format("norms of gradients"),
+        "memory",
+    ]
+    _, rows, _, norms = ask(*asked, path=tmp_path / "numbers.pt")
+    size = 4 * 64 * 2 * 1001 * 1000
+    assert size <= rows <= 1.2 * size and norms <= 0.1 * size
+
+
+def test_benchmark_goes_on_after_what_is_refused(tmp_path: Path):
+    asked = ["row tiny | nothing | first", "row tiny | KFAC mc | first", "time"]
+    unknown, known, seconds = ask(*asked, path=tmp_path / "numbers.pt")
+    assert "KeyError" in unknown["refused"] and known is None and min(map(min, seconds)) > 0
+
+
+def test_committed_results_have_five_calls_of_each_state():
+    results = json.loads((BENCHMARKS / "results" / "cpu.json").read_text())
+    assert results["problems"] and results["peers"]
     for problem in results["problems"].values():
-        assert {"first", "repeated", "torch.func"} <= set(problem["rows"]["Hessian-vector"])
+        for state in STATES:
+            cells = problem["rows"][f"Hessian, {state}"]
+            assert min(cells[name]["n"] for name in ("ours", "by hand")) >= 5
 
 
 DOUBLED = """
@@ -61,13 +81,14 @@ def test_comparison_notices_another_number(tmp_path: Path):
     shutil.copytree(ROOT / "curvlinops", tmp_path / "curvlinops")
     with (tmp_path / "curvlinops" / "__init__.py").open("a") as file:
         file.write(DOUBLED)
-    script = ROOT / "docs_src" / "benchmarks" / "compare.py"
+    script = BENCHMARKS / "compare.py"
     options = ["--base", str(tmp_path), "--problems", "tiny", "--repeats", "1"]
-    command = [sys.executable, str(script), *options, "--rows", "Hessian: product", "GGN: product"]
+    rows = ["Hessian, seen model", "GGN, seen model"]
+    command = [sys.executable, str(script), *options, "--rows", *rows]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 1, found.stderr
     table, beyond = found.stdout.split("Beyond rounding: 1 of")
-    assert "tiny Hessian: product" in beyond and "5.0e-01" in beyond
-    assert "tiny GGN: product" in table and "only the base refuses: AttributeError" in table
+    assert "tiny, Hessian, seen model" in beyond and "1.0e+00" in beyond
+    assert "tiny, GGN, seen model" in table and "only the base refuses: AttributeError" in table
     options = ["--base", str(tmp_path), "--problems", "test/mlp-ce-mean", "--rows", "Jacobian"]
     assert subprocess.run([sys.executable, str(script), *options]).returncode == 0

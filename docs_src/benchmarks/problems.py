@@ -1,33 +1,109 @@
-"""The problems P1, P2 and P3 on which products are timed, and some smaller ones."""
+"""The five problems of the table, and others of their kinds that grow in one direction.
 
+Names are those of functions, with numbers in parentheses: `deep` or `deep(layers=400)`. Problems of
+the test suite are `test/NAME`.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-Problem = tuple[nn.Module, Tensor, Tensor]
+TEST = Path(__file__).parents[2] / "test"
+
+
+@dataclass
+class Problem:
+    """What is differentiated.
+
+    Attributes:
+        options: Further arguments of this package's operators.
+        exact: Whether there are few outputs per sample, so that exact loss Hessians are feasible.
+    """
+
+    model: nn.Module | Callable
+    loss: nn.Module | Callable
+    params: list[Tensor] | dict[str, Tensor]
+    data: list[tuple]
+    options: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+
+    def step(self) -> None:
+        """Change the numbers of all parameters, as an optimizer does."""
+        params = self.params.values() if isinstance(self.params, dict) else self.params
+        with torch.no_grad():
+            for param in params:
+                param.add_(1e-6)
+
+
+def _classifier(model: nn.Module, X: Tensor, classes: int, batches: int = 1) -> Problem:
+    data = list(
+        zip(X.chunk(batches), torch.randint(classes, (len(X),)).chunk(batches), strict=True)
+    )
+    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+
+
+def _dense(sizes: list[int], activation: type[nn.Module]) -> nn.Module:
+    layers = [m for i, o in pairwise(sizes) for m in (nn.Linear(i, o), activation())]
+    return nn.Sequential(*layers[:-1])
+
+
+def tiny(batches: int = 1) -> Problem:
+    """A network of widths 10-20-5, batch 32."""
+    return _classifier(_dense([10, 20, 5], nn.Tanh), torch.randn(32 * batches, 10), 5, batches)
+
+
+def deep(layers: int = 100, width: int = 32, classes: int = 10) -> Problem:
+    """A network of 100 linear layers of width 32, batch 64."""
+    return _classifier(
+        _dense([width] * layers + [classes], nn.ReLU), torch.randn(64, width), classes
+    )
 
 
 def mlp() -> Problem:
-    """A fully connected network with 536k parameters, batch 512."""
-    sizes = [784, 512, 256, 10]
-    layers = [m for i, o in pairwise(sizes) for m in (nn.Linear(i, o), nn.ReLU())]
-    return nn.Sequential(*layers[:-1]), torch.randn(512, 784), torch.randint(10, (512,))
+    """A network of widths 784-512-256-10, batch 512."""
+    return _classifier(_dense([784, 512, 256, 10], nn.ReLU), torch.randn(512, 784), 10)
 
 
-def cnn() -> Problem:
-    """A convolutional network with 288k parameters on 3 x 32 x 32 images, batch 64."""
-    channels = [3, 32, 64, 128]
-    layers = []
-    for i, o in pairwise(channels):
-        layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
-    head = [nn.Flatten(), nn.Linear(2048, 94), nn.ReLU(), nn.Linear(94, 10)]
-    return nn.Sequential(*layers, *head), torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
+class Residual(nn.Module):
+    """A residual block of two convolutions, the first of which may halve the image."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.act1, self.act2 = nn.ReLU(), nn.ReLU()
+        self.skip = nn.Sequential()
+        if stride > 1:
+            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.skip = nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.act1(self.norm1(self.conv1(x)))
+        return self.act2(self.norm2(self.conv2(inner)) + self.skip(x))
+
+
+def resnet(width: int = 16) -> Problem:
+    """A residual network with 78k parameters on 3 x 16 x 16 images, batch 32, in eval mode."""
+    stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    blocks = [Residual(width, width, 1)]
+    blocks += [Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
+    model, X = nn.Sequential(*stem, *blocks, *head), torch.randn(32, 3, 16, 16)
+    model(X)  # for running means and variances
+    return _classifier(model.eval(), X, 10)
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+    """A pre-norm transformer block with causal attention, in elementary operations."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -40,91 +116,60 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
+        attended = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm2(x))
 
 
-class Transformer(nn.Module):
-    """A causal language model; its output is [N, vocabulary, T]."""
+class GPT(nn.Module):
+    """A language model like GPT-2, its head tied to the embedding; output `[N, vocabulary, T]`."""
 
-    def __init__(self, width: int = 128, tokens: int = 64, vocabulary: int = 65, depth: int = 4):
+    def __init__(self, width: int, tokens: int, vocabulary: int, depth: int):
         super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-        self.position = nn.Parameter(0.02 * torch.randn(tokens, width))
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
         self.blocks = nn.Sequential(*[Block(width, heads=4) for _ in range(depth)])
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.token.weight, std=0.02)
+        self.head.weight = self.token.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(self.token(x) + self.position)).transpose(1, 2)
+        positions = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        hidden = self.blocks(self.token(x) + self.position(positions))
+        return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-def transformer() -> Problem:
-    """A transformer with 818k parameters, 64 tokens, batch 16."""
-    return Transformer(), torch.randint(65, (16, 64)), torch.randint(65, (16, 64))
+def gpt2(tokens: int = 32, width: int = 64) -> Problem:
+    """A transformer like GPT-2: 4 blocks of width 64, vocabulary 65, 32 tokens, batch 8."""
+    model, X = GPT(width, tokens, vocabulary=65, depth=4), torch.randint(65, (8, tokens))
+    params, data = list(model.parameters()), [(X, X.roll(-1, 1))]
+    return Problem(model, nn.CrossEntropyLoss(), params, data, exact=False)
 
 
-class Residual(nn.Module):
-    """A residual block of two convolutions, the first of which may halve the image."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
-        self.skip = nn.Sequential()
-        if stride > 1:
-            conv = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-            self.skip = nn.Sequential(conv, nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.norm1(self.conv1(x)).relu()
-        return (self.norm2(self.conv2(inner)) + self.skip(x)).relu()
+PROBLEMS = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
 
 
-def resnet() -> Problem:
-    """A residual network with 78k parameters on 3 x 16 x 16 images, batch 32, in eval mode."""
-    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    blocks = [Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)]
-    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)]
-    model, X = nn.Sequential(*stem, *blocks, *head), torch.randn(32, 3, 16, 16)
-    model(X)  # for running means and variances
-    return model.eval(), X, torch.randint(10, (32,))
+def _of_the_test_suite(name: str) -> Problem:
+    """Build a problem of the test suite, whose module has the same name as this one."""
+    if "suite" not in sys.modules:
+        sys.path.append(str(TEST))
+        spec = importlib.util.spec_from_file_location("suite", TEST / "problems.py")
+        sys.modules["suite"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["suite"])
+    p = sys.modules["suite"].make(name)
+    options = {"batch_size_fn": p.batch_size_fn, "reduction": p.reduction}
+    return Problem(p.model, p.loss, p.params, p.data, options)
 
 
-class ClassesFirst(nn.Module):
-    """A language model of transformers, from token indices to logits `[N, vocabulary, T]`."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(input_ids=x).logits.transpose(1, 2)
-
-
-def gpt2() -> Problem:
-    """GPT-2 of transformers with 27k parameters, head tied to embedding, 16 tokens, batch 8."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 33, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    off = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "use_cache": False}
-    config = GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=1)
-    X = torch.randint(33, (8, 16))
-    return ClassesFirst(GPT2LMHeadModel(config)), X, X.roll(-1, 1)
-
-
-def tiny() -> Problem:
-    """Nothing to measure."""
-    return nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4), torch.randint(3, (5,))
-
-
-_ALL = (mlp, cnn, transformer, resnet, gpt2, tiny)
-PROBLEMS = {maker.__name__: maker for maker in _ALL}
-
-
-def make(name: str, device: str) -> Problem:
-    """Build a problem, the same in every process."""
+def make(name: str, device: str = "cpu") -> Problem:
+    """Build a problem, the same in every process and at every call."""
+    if name.startswith("test/"):
+        return _of_the_test_suite(name.removeprefix("test/"))
     torch.manual_seed(0)
-    model, X, y = PROBLEMS[name]()
-    return model.to(device), X.to(device), y.to(device)
+    maker, numbers = re.fullmatch(r"(\w+)(?:\((.*)\))?", name).groups()
+    pairs = (pair.split("=") for pair in (numbers or "").split(",") if pair)
+    problem = PROBLEMS[maker](**{key.strip(): int(value) for key, value in pairs})
+    problem.model.to(device)
+    problem.data = [(X.to(device), y.to(device)) for X, y in problem.data]
+    return problem

@@ -1,12 +1,12 @@
-"""Runs one contender in a process of its own, as told by lines on the standard input.
+"""Runs one package in a process of its own, as told by lines on the standard input.
 
-    worker.py CONTENDER PROBLEM COLUMNS DEVICE
+    worker.py PACKAGE DEVICE FILE
 
-Prints the names of its quantities, then for each line that names one (or `gradient`) the seconds
-that it took; for `accuracy NAME` the products of an algorithm (mean over the calls so far) and its
-error (root mean square), or null; for `memory NAME` its peak memory in bytes above what was
-allocated before (that of first calls in a process that did nothing else); for `flops NAME` its
-number of floating-point operations in matrix products and convolutions. All answers are JSON.
+Prints the path of the package if it is ours, else null. `row PROBLEM | QUANTITY | STATE` makes a
+problem, and later lines are about it: `time` answers with the CPU and wall seconds of some calls,
+`memory` with the peak of all tensors in bytes beyond those of model and data, from construction to
+the second result; `numbers` writes the numbers of a first result and of one in the state to the
+file. A failure is answered by its message. All answers are JSON.
 """
 
 import gc
@@ -16,48 +16,92 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from math import hypot
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
-from contenders import CONTENDERS, gradient
-from estimates import Found
+from packages import PACKAGES, Quantity, gradient
 from problems import make
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+#: The states in which a quantity is measured.
+NEW, SEEN, STEP, KEPT = "new model", "seen model", "after a step", "linearized"
+#: Neither construction nor the first result of an operator counts; or only the first result does.
+LATER, FIRST = "later", "first"
+#: Short calls are repeated until so many seconds are over, at most so many times.
+SECONDS, CALLS = 0.05, 10
+#: The largest number of entries of a tensor that are compared.
+MOST = 4 * 10**6
 
 
-def timed(run: Callable[[], object], device: str) -> tuple[float, object]:
-    """Return the seconds that one call takes, on a GPU by its own clock, and its result."""
+class Row:
+    """A quantity of a problem in a state."""
+
+    def __init__(self, problem: str, quantity: Quantity, state: str, device: str):
+        self._make, self._state = (lambda: make(problem, device)), state
+        self._build, self._ask, self._keep, _ = quantity
+        self._problem, self._operator, self._scope = self._make(), None, ExitStack()
+
+    def call(self) -> Callable[[], object]:
+        """Bring everything into the state, and return what counts."""
+        if self._state == NEW:
+            fresh = self._make()
+            return lambda: self._ask(self._build(fresh))
+        if self._state == SEEN:
+            return lambda: self._ask(self._build(self._problem))
+        if self._state == FIRST:
+            operator = self._build(self._problem)
+            return lambda: self._ask(operator)
+        if self._operator is None:
+            self._operator = self._build(self._problem)
+            if self._state == KEPT and self._keep is not None:
+                self._scope.enter_context(self._keep(self._operator))
+            self._ask(self._operator)
+        if self._state == STEP:
+            self._problem.step()
+        return lambda: self._ask(self._operator)
+
+    def peak(self) -> Callable[[], object]:
+        """Return what memory is measured of."""
+
+        def run() -> None:
+            with ExitStack() as scope:
+                operator = self._build(self._problem)
+                if self._state == KEPT and self._keep is not None:
+                    scope.enter_context(self._keep(operator))
+                self._ask(operator)
+                if self._state not in (NEW, SEEN, FIRST):
+                    self._ask(operator)
+
+        self.close()
+        self._problem = self._make()
+        return run
+
+    def close(self) -> None:
+        """Free the operator."""
+        self._scope.close()
+        self._operator = None
+
+
+def timed(row: Row, device: str) -> list[list[float]]:
+    """Return the CPU seconds and the wall seconds of some calls."""
+    seconds: list[list[float]] = []
+    while len(seconds) < CALLS and sum(wall for _, wall in seconds) < SECONDS:
+        result = None  # freed first: fresh memory takes time
+        call = row.call()
+        _synchronize(device)
+        cpu, wall = time.process_time(), time.perf_counter()
+        result = call()
+        _synchronize(device)
+        seconds.append([time.process_time() - cpu, time.perf_counter() - wall])
+    del result
+    return seconds
+
+
+def _synchronize(device: str) -> None:
     if device == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        start.record()
-        result = run()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3, result
-    before = time.perf_counter()
-    result = run()
-    return time.perf_counter() - before, result
-
-
-def twice(run: Callable[[], object]) -> None:
-    """Call twice, so that the kept graph is used; algorithms use it in one call."""
-    if not isinstance(run(), Found):
-        run()
-
-
-def accuracy(found: list[tuple[int | None, float | None]]) -> dict | None:
-    """Summarize the products and errors of several calls."""
-    if not found:
-        return None
-    products, errors = zip(*found, strict=True)
-    known = None not in errors
-    return {
-        "products": sum(products) / len(products) if None not in products else None,
-        "error": hypot(*errors) / len(errors) ** 0.5 if known else None,
-    }
 
 
 class LiveBytes(TorchDispatchMode):
@@ -94,73 +138,59 @@ def _strided(objects: Iterable[object]) -> list[torch.Tensor]:
 
 
 def peak_memory(run: Callable[[], object], device: str) -> int:
-    """Return the peak of memory of two calls, or of one call of an algorithm."""
+    """Return the peak of memory of a call."""
     if device == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        twice(run)
+        run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     with LiveBytes() as live:
-        twice(run)
+        run()
     return live.peak
 
 
-class Counter(TorchDispatchMode):
-    """Counts the floating-point operations of matrix products and convolutions.
-
-    PyTorch's own mode hooks all modules, which would be a part of the model.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and count its own."""
-        out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)
-        self.total += count(*args, **(kwargs or {}), out_val=out) if count else 0
-        return out
-
-
-def flops(run: Callable[[], object]) -> int:
-    """Count floating-point operations of a call with kept graphs."""
-    with Counter() as counter:
-        if isinstance(run(), Found):  # earlier calls have kept the graphs
-            return counter.total
-        before = counter.total
-        run()
-    return counter.total - before
+def numbers(result: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a result by their paths, and some entries of large ones."""
+    found = {}
+    for path, leaf in tree_flatten_with_path(result)[0]:
+        flat = torch.as_tensor(leaf).detach().cpu().flatten()
+        if len(flat) > MOST:
+            generator = torch.Generator().manual_seed(0)
+            flat = flat[torch.randint(len(flat), (MOST,), generator=generator)]
+        found[keystr(path)] = flat.clone()
+    return found
 
 
 def main() -> None:
     """Answer line by line."""
     warnings.simplefilter("ignore")
-    contender, problem_name, columns, device = sys.argv[1:]
-    problem = make(problem_name, device)
-    quantities = {"gradient": gradient(problem), **CONTENDERS[contender](problem, int(columns))}
-    found: dict[str, list] = {}
-    result: object = None
-    print(json.dumps(list(quantities)[1:]), flush=True)
+    package, device, path = sys.argv[1:]
+    torch.set_num_threads(1)  # so that CPU seconds tell packages apart
+    quantities = {"gradient": gradient(), **PACKAGES[package].quantities()}
+    print(json.dumps(getattr(sys.modules.get("curvlinops"), "__file__", None)), flush=True)
+    row: Row | None = None
     for line in sys.stdin:
-        command, _, argument = line.strip().partition(" ")
-        if command == "memory":
-            # imports at the first call do not count
-            CONTENDERS[contender](make("tiny", device), int(columns))[argument]()
-            answer = peak_memory(quantities[argument], device)
-        elif command == "flops":
-            answer = flops(quantities[argument])
-        elif command == "accuracy":
-            answer = accuracy(found.get(argument, []))
-        else:
-            name = line.strip()
-            # free the last result first: some contenders keep theirs until the next call, and
-            # fresh memory takes time
-            result = None
-            answer, result = timed(quantities[name], device)
-            if isinstance(result, Found):
-                found.setdefault(name, []).append((result.products, result.error()))
+        command, _, about = line.strip().partition(" ")
+        try:
+            if command == "names":
+                answer = {name: quantity.comparable for name, quantity in quantities.items()}
+            elif command == "row":
+                if row is not None:
+                    row.close()
+                problem, name, state = about.split(" | ")
+                row = None
+                row = Row(problem, quantities[name], state, device)
+                answer = None
+            elif command == "time":
+                answer = timed(row, device)
+            elif command == "memory":
+                answer = peak_memory(row.peak(), device)
+            else:
+                torch.save(numbers(row.call()()), Path(path))
+                answer = None
+        except Exception as error:
+            answer = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         print(json.dumps(answer), flush=True)
 
 

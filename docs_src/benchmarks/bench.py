@@ -1,0 +1,318 @@
+"""Times quantities as multiples of one gradient, by this package, by hand, and by its peers.
+
+`make bench` runs all, and writes `results/` (JSON, Markdown, a picture); with `--problems` or
+`--rows` a part is printed only. Each package has a process of its own with one thread; the
+processes take turns. Peers take part if they are installed in a separate environment, whose Python
+is `--peers` (`make bench-peers` builds it).
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import packages as p
+import torch
+from packages import PACKAGES
+from problems import PROBLEMS, Problem, make
+from report import picture, table
+from tqdm import tqdm
+from worker import FIRST, KEPT, LATER, NEW, SEEN, STEP
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PEERS = ROOT / "build" / "peers" / "bin" / "python"
+
+#: The states in which each quantity is measured.
+STATES = {
+    p.HESSIAN: (NEW, SEEN, STEP, KEPT),
+    p.GGN: (NEW, SEEN, STEP, KEPT),
+    p.FISHER: (NEW, SEEN, STEP, KEPT),
+    p.HESSIAN_COLUMNS: (KEPT,),
+    p.GGN_COLUMNS: (KEPT,),
+    p.KFAC: (NEW, SEEN, STEP),
+    p.KFAC_EMPIRICAL: (STEP,),
+    p.KFAC_TYPE2: (STEP,),
+    p.KFAC_PRODUCT: (LATER,),
+    p.PLAIN: (FIRST,),
+    p.HEURISTIC: (FIRST,),
+    p.EXACT: (FIRST,),
+    p.EKFAC: (FIRST,),
+    p.GRADIENTS: (NEW, STEP),
+    p.NORMS: (STEP,),
+    p.DIAGONAL: (STEP,),
+    p.EIGENPAIRS: (FIRST,),
+    p.TRACE: (FIRST,),
+}
+#: What grows -> problems of growing size, and what is measured of them.
+GROWTH = {
+    "layers": (
+        [f"deep(layers={n})" for n in (10, 40, 160)],
+        {p.HESSIAN: (STEP, KEPT), p.KFAC: (STEP,)},
+    ),
+    "width": (
+        [f"deep(layers=4,width={n})" for n in (64, 256, 1024)],
+        {p.HESSIAN: (STEP, KEPT), p.KFAC: (STEP,), p.PLAIN: (FIRST,)},
+    ),
+    "classes": (
+        [f"deep(layers=2,classes={n})" for n in (10, 50, 250)],
+        {p.KFAC_TYPE2: (STEP,), p.DIAGONAL: (STEP,)},
+    ),
+    "batches": (
+        [f"tiny(batches={n})" for n in (1, 8, 64)],
+        {p.HESSIAN: (STEP, KEPT), p.KFAC: (STEP,), p.NORMS: (STEP,)},
+    ),
+    "tokens": (
+        [f"gpt2(tokens={n})" for n in (16, 64, 256)],
+        {p.HESSIAN: (STEP, KEPT), p.KFAC: (STEP,), p.NORMS: (STEP,)},
+    ),
+}
+#: The largest relative difference that is rounding, where it is not 1e-8.
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+#: Whose construction costs differently; so only rows that construct are measured.
+CONSTRUCTS = {"checked"}
+
+
+def _command(python: str) -> list[str]:
+    """Return how to start Python; another environment must not import this package."""
+    return [python] if python == sys.executable else [python, "-E"]
+
+
+def _environment(tree: Path = ROOT) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(tree)}
+
+
+class Worker:
+    """A package in a process of its own, which answers each line by a line of JSON."""
+
+    def __init__(self, package: str, python: str, device: str, limit: float, tree: Path = ROOT):
+        self._folder = tempfile.TemporaryDirectory()
+        self._numbers = Path(self._folder.name) / "numbers.pt"
+        self._limit = limit
+        self._command = [*_command(python), "worker.py", package, device, str(self._numbers)]
+        self._options = {"cwd": HERE, "env": _environment(tree), "text": True}
+        self._start()
+        if python == sys.executable and self.found and not Path(self.found).is_relative_to(tree):
+            raise RuntimeError(f"Meant to measure the package in {tree}, but found {self.found}.")
+        self.comparable: dict[str, bool] = self.ask("names")
+
+    def _start(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(self._command, **pipes, **self._options)
+        self.found = json.loads(self._process.stdout.readline())
+
+    def ask(self, line: str) -> Any:
+        """Return the answer to a line; a process that takes too long is replaced."""
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        timer = Timer(self._limit, self._process.kill)
+        timer.start()
+        answer = self._process.stdout.readline()
+        timer.cancel()
+        if answer:
+            return json.loads(answer)
+        self.close()
+        self._start()
+        return {"refused": f"Takes more than {self._limit:g} s, or ends the process."}
+
+    def numbers(self) -> dict[str, torch.Tensor]:
+        """Return the numbers of the latest result."""
+        return torch.load(self._numbers)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def rounding(problem: Problem) -> float:
+    """Return the largest relative difference that is rounding."""
+    params = problem.params
+    tensors = params.values() if isinstance(params, dict) else params
+    return max(ROUNDING.get(tensor.dtype, 1e-8) for tensor in tensors)
+
+
+def difference(old: dict, new: dict, floor: float) -> float:
+    """Return the largest difference of two results, in multiples of the largest number.
+
+    Results whose parts have other names are compared as one vector. Numbers below the floor count
+    as zero.
+    """
+    if old.keys() != new.keys():
+        old, new = ({"": torch.cat([*x.values()])} if x else {} for x in (old, new))
+    largest = 0.0
+    for name in old.keys() & new.keys():
+        a, b = old[name].double(), new[name].double()
+        if a.shape != b.shape:
+            return math.inf
+        differ = (a != b) & ~(a.isnan() & b.isnan())
+        if differ.any():
+            gap = float((a - b)[differ].abs().max())
+            gap /= max(floor, float(a.nan_to_num(0, 0, 0).abs().max()))
+            largest = max(largest, math.inf if math.isnan(gap) else gap)
+    return largest
+
+
+def measure(
+    problem: str, states: dict[str, tuple], workers: dict[str, Worker], args: argparse.Namespace
+) -> Iterator[tuple[str, dict[str, dict]]]:
+    """Yield rows: quantity and state, and what each package takes, and its difference from ours."""
+    made = make(problem)
+    rows = [(name, state) for name, found in states.items() for state in found]
+    if not made.exact:  # loss Hessians with too many columns
+        rows = [row for row in rows if not p.per_output(row[0])]
+    rows = [row for row in rows if any(part in ", ".join(row) for part in args.rows)]
+    for name, state in tqdm(rows, desc=problem, leave=False, disable=None):
+        takes_part = {
+            package: worker
+            for package, worker in workers.items()
+            if name in worker.comparable and (package not in CONSTRUCTS or state in (NEW, SEEN))
+        }
+        cells = {n: _warm_up(w, f"{problem} | {name} | {state}") for n, w in takes_part.items()}
+        for turn in range(args.repeats):
+            for package in [*cells][:: -1 if turn % 2 else 1]:
+                if "refused" not in cells[package]:
+                    answer = workers[package].ask("time")
+                    if isinstance(answer, dict):
+                        cells[package] = answer
+                    else:
+                        cells[package]["times"] += answer
+        numbers = {package: cell.pop("numbers", None) for package, cell in cells.items()}
+        for package, cell in cells.items():
+            if "refused" in cell:
+                continue
+            cell |= _statistics(cell.pop("times"), args.device)
+            if args.memory and isinstance(peak := workers[package].ask("memory"), int):
+                cell["bytes"] = peak
+            comparable = all(workers[n].comparable[name] for n in ("ours", package))
+            if numbers["ours"] is not None and (package == "base" or comparable):
+                cell["differs"] = difference(numbers["ours"], numbers[package], rounding(made))
+        yield f"{name}, {state}", cells
+
+
+def _warm_up(worker: Worker, row: str) -> dict:
+    """Begin a row by two calls that do not count, or return how it is refused."""
+    for command in (f"row {row}", "numbers", "time"):
+        answer = worker.ask(command)
+        if isinstance(answer, dict):
+            return answer
+    return {"times": [], "numbers": worker.numbers()}
+
+
+def _statistics(times: list[tuple[float, float]], device: str) -> dict:
+    """Return the least seconds, and by how much the median is above; CPU seconds on a CPU."""
+    cpu, wall = zip(*times, strict=True)
+    counts = wall if device == "cuda" else cpu
+    least = min(counts)
+    spread = statistics.median(counts) / least - 1
+    return {"n": len(counts), "seconds": least, "spread": spread, "wall": min(wall)}
+
+
+def installed(python: str) -> dict[str, str]:
+    """Return the versions of the distributions of an environment."""
+    code = (
+        "import importlib.metadata as m, json; print(json.dumps("
+        "{d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
+    )
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+
+
+def imports(pythons: dict[str, str]) -> dict[str, float]:
+    """Return the least CPU seconds of an import after that of PyTorch, of three."""
+    code = "import time, torch; t = time.process_time(); import {}; print(time.process_time() - t)"
+    found: dict[str, list[float]] = {}
+    for _ in range(3):
+        for package, python in pythons.items():
+            if module := PACKAGES[package].module:
+                command = [*_command(python), "-c", code.format(module)]
+                run = subprocess.run(command, stdout=-1, check=True, cwd=HERE, env=_environment())
+                found.setdefault(package, []).append(float(run.stdout))
+    return {package: min(seconds) for package, seconds in found.items()}
+
+
+def about(device: str) -> dict[str, str]:
+    """Return what was measured, and on what."""
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "curvlinops"]).returncode
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    where = (
+        torch.cuda.get_device_name() if device == "cuda" else (models or [platform.processor()])[0]
+    )
+    return {
+        "commit": commit.stdout.strip()[:12] + (" with changes" if changed else ""),
+        "machine": f"{where}, {os.cpu_count()} cores, one thread",
+        "versions": f"PyTorch {torch.__version__}, Python {platform.python_version()}, float32",
+    }
+
+
+def main() -> None:
+    """Measure, print, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
+    parser.add_argument("--rows", nargs="+", default=[""], help="parts of the names of rows")
+    parser.add_argument("--growth", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds that count")
+    parser.add_argument("--limit", type=float, default=60, help="seconds for one answer")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peers", default=str(PEERS) if PEERS.exists() else None)
+    parser.add_argument("--output", type=Path, help="default: results/, if all is measured")
+    args = parser.parse_args()
+    part = args.problems or args.rows != [""] or not args.growth
+    output = args.output or (None if part else HERE / "results")
+
+    own = {name: sys.executable for name, package in PACKAGES.items() if not package.distribution}
+    versions = installed(args.peers) if args.peers else {}
+    peers = {n: args.peers for n, package in PACKAGES.items() if package.distribution in versions}
+    pythons = own | peers
+    workers = {n: Worker(n, python, args.device, args.limit) for n, python in pythons.items()}
+    results = about(args.device) | {
+        "peers": {n: versions[PACKAGES[n].distribution] for n in peers},
+        "imports": imports(pythons),
+        "problems": {},
+        "growth": {},
+    }
+
+    def write() -> None:
+        if output:
+            output.mkdir(exist_ok=True, parents=True)
+            path = output / args.device
+            path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+            path.with_suffix(".md").write_text(table(results))
+            picture(results, path.with_suffix(".png"))
+
+    for problem in args.problems or PROBLEMS:
+        gradients = dict(measure(problem, {"gradient": (SEEN,)}, workers, _all_rows(args)))
+        unit = min(cell["seconds"] for cell in gradients[f"gradient, {SEEN}"].values())
+        rows = dict(measure(problem, STATES, workers, args))
+        about_it = {"about": PROBLEMS[problem].__doc__, "gradient": unit}
+        results["problems"][problem] = about_it | {"rows": rows}
+        write()
+    chosen = {n: w for n, w in workers.items() if n not in CONSTRUCTS}
+    for what, (problems, states) in GROWTH.items() if args.growth else ():
+        sizes = {problem: dict(measure(problem, states, chosen, args)) for problem in problems}
+        results["growth"][what] = sizes
+        write()
+    for worker in workers.values():
+        worker.close()
+    print(table(results))
+
+
+def _all_rows(args: argparse.Namespace) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | {"rows": [""], "memory": False})
+
+
+if __name__ == "__main__":
+    main()
