@@ -75,13 +75,13 @@ def calls(page: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/migration.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/migration.md", "docs/laplace.md"])
 def test_calls_in_tables_run(page: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
     exec(blocks(page), namespace)
     namespace |= {name: getattr(curvlinops, name) for name in curvlinops.__all__}
-    assert len(calls(page)) > 10
+    assert len(calls(page)) > 3
     for call in calls(page):
         eval(call, namespace)
 

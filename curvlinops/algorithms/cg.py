@@ -30,7 +30,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
             ``damping=0``, ``x0``, ``on_failure="warn"``, ``callback``, and their aliases;
-            see ``KrylovInverseLinearOperator``.
+            see ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.

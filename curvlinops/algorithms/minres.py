@@ -28,7 +28,7 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
         **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
             ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, ``callback``, and their
-            aliases; see ``KrylovInverseLinearOperator``.
+            aliases; see ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``.
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
