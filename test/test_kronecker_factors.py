@@ -138,11 +138,17 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("name, bias", JOINT)
-def test_input_factors(name: str, reduce: bool, bias: bool, diagonal: bool):
+def test_input_factors(name: str, reduce: bool, bias: bool, diagonal: bool, masked: bool):
     gradients, x, _, counts = dense(name, bias)
+    masks: list[Tensor | None] = [None] * len(gradients)
+    if masked:
+        mask = torch.rand(counts.shape) < 0.5
+        masks = list(mask.split([gradient.inputs().shape[1] for gradient in gradients], 1))
+        x, counts = x * mask[..., None, None], counts * mask
     if reduce:
         numbers = counts.sum(1, keepdim=True)
         x = x.sum(1, keepdim=True) / numbers.clamp(min=1)[..., None, None]
@@ -150,7 +156,7 @@ def test_input_factors(name: str, reduce: bool, bias: bool, diagonal: bool):
     expected = torch.einsum("nsgi,nsgj->gij", x, x)
     if diagonal or gradients[0].kronecker_shape.one_hot_inputs:
         expected = expected.diagonal(dim1=1, dim2=2)
-    total, count = input_factor(gradients, reduce, bias, diagonal)
+    total, count = input_factor(gradients, masks, reduce, bias, diagonal)
     close(total, expected)
     assert float(count) == float(counts.sum())
 

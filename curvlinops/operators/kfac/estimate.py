@@ -143,8 +143,8 @@ def _at_output(
     whose output is the model's output, and whose rows are the terms. In the reduce setting, those
     of a sample's terms must not be added up.
     """
-    if options.fisher_type is not FisherType.TYPE2 or problem.facts.hooks:
-        return set()  # hooks may change the gradient of an output
+    if options.fisher_type is not FisherType.TYPE2:
+        return set()
     output, loss = samples.output, problem.loss
     numbers = torch.arange(output.numel(), dtype=torch.float64, device=output.device)
     numbers = numbers.reshape(1, *output.shape)
