@@ -630,19 +630,23 @@ def test_errors_of_operators_name_the_function():
 
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForTokenClassification"])
-def test_padding_does_not_count_in_factors(name: str, approx: str):
+@pytest.mark.parametrize(
+    "name, module",
+    [
+        ("GPT2LMHeadModel", "transformer.h.1.mlp.c_fc"),
+        ("BertForTokenClassification", "bert.encoder.layer.1.intermediate.dense"),
+        ("BartForConditionalGeneration", "model.decoder.layers.0.fc1"),
+    ],
+)
+def test_padding_does_not_count_in_factors(name: str, module: str, approx: str):
     """KFAC's averages are over tokens, so that they do not depend on the split into batches."""
     model = make(name, **({"num_labels": C} if "Classification" in name else {}))
     data, alone = batches(name), []
     for batch in data:
         for n, length in enumerate(batch["attention_mask"].sum(1).tolist()):
-            alone.append({key: x[n : n + 1, :length] for key, x in batch.items()})
-    module = (
-        "transformer.h.1.mlp.c_fc"
-        if name.startswith("GPT2")
-        else "bert.encoder.layer.1.intermediate.dense"
-    )
+            sample = {key: x[n : n + 1, :length] for key, x in batch.items()}
+            sample["labels"] = sample["labels"][:, sample["labels"][0] != -100]
+            alone.append(sample)
     inputs = []
     hook = model.get_submodule(module).register_forward_hook(
         lambda _, args, output: inputs.append(args[0][0].detach())

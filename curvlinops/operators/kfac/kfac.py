@@ -63,6 +63,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     of the data. ``compute_kronecker_factors`` computes them anew. ``linearized()`` and ``cache``
     have no effect. With a ``process_group``, all processes compute the factors together.
 
+    Averages over inputs leave padding out if the model has a method ``attention_masks(X)``. It
+    returns a list of masks ``[N, T]``, zero at padding. A layer's positions do not count where a
+    mask of their shape is zero and the backpropagated vectors are zero.
+
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
         mc_samples: Number of would-be gradients for each term (``"mc"``), or of draws of random
