@@ -717,3 +717,20 @@ def test_moments_of_many_rows(shape: tuple[int, ...]):
     rows = torch.rand(shape, generator=torch.manual_seed(0))
     wide = rows.double()
     assert error(second_moment(rows), wide.mT @ wide) <= 1e-5
+
+
+class Masked(nn.Linear):
+    def __init__(self, masks: object):
+        super().__init__(3, 2)
+        self.masks = masks
+
+    def attention_masks(self, X: Tensor) -> object:
+        return self.masks
+
+
+@pytest.mark.parametrize("masks", [torch.ones(5, 4), [torch.ones(5)], [[1, 0]], None])
+def test_attention_masks_are_a_list_of_matrices(masks: object):
+    model, data = Masked(masks), [(torch.randn(5, 3), torch.randn(5, 2))]
+    K = KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    with pytest.raises(TypeError, match=r"attention_masks.*return \[mask\]"):
+        K.compute_kronecker_factors()

@@ -102,10 +102,21 @@ class BatchProblem:
     def attention_masks(self) -> list[Tensor]:
         """The masks of the batch's sequences, ``[N, T]``, ``False`` at padding, if the model tells.
 
-        A model tells by its method ``attention_masks(X)``, as those of Hugging Face's do.
+        A model tells by its method ``attention_masks(X)``, as those of ``problem`` do.
+
+        Raises:
+            TypeError: If the method returns anything but a list of such masks.
         """
         masks_of = getattr(self.model.module or self.model.source, "attention_masks", None)
-        return [] if masks_of is None else [mask.bool() for mask in masks_of(self.batch.X)]
+        masks = [] if masks_of is None else masks_of(self.batch.X)
+        is_list = isinstance(masks, list | tuple)
+        if not is_list or not all(isinstance(x, Tensor) and x.ndim == 2 for x in masks):
+            raise TypeError(
+                "attention_masks(X) of the model must return a list of masks [N, T], got "
+                f"{'other entries in it' if is_list else f'a {type(masks).__name__}'}. For one "
+                "mask, return [mask]; for none, []."
+            )
+        return [mask.bool() for mask in masks]
 
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to.

@@ -24,7 +24,7 @@ class CapturedLayer(NamedTuple):
         weight: The name of the weight.
         bias: The name of the bias that is added to the product, ``None`` if there is none.
         inputs: The inputs, ``[N, S, I]``, at S positions of N samples. Of convolutions these are
-            patches, of embeddings rows of the identity matrix.
+            patches, of embeddings rows of the identity matrix. Padding is among them.
         gradients: V backpropagated vectors at the output, ``[V, N, S, O]``.
         batch: The number of the batch.
         chunk: The number of the batch's chunk of vectors. Inputs are the same in each chunk.
