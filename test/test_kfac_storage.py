@@ -15,9 +15,10 @@ import problems
 import pytest
 import torch
 from contract import error, matrix
+from models import Using
 from problems import Problem
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 import curvlinops
 from curvlinops import (
@@ -158,6 +159,21 @@ def test_loaded_states_are_copies(cls: type):
             tensor.zero_()
     assert_equal_states(loaded.state_dict(), operator.state_dict())
     assert error(matrix(loaded), matrix(operator)) <= 1e-14
+
+
+@both
+def test_files_that_are_in_use_can_be_replaced(cls: type, tmp_path):
+    path, p = tmp_path / "factors.safetensors", problems.make("mlp-ce-mean")
+    operator, loaded = build(cls, p), build(cls, p)
+    operator.save(path)
+    loaded.load(path)
+    before = matrix(loaded)
+    for factors in (operator, loaded):
+        factors.update(p.data[0])
+        factors.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert error(matrix(loaded), matrix(operator)) <= 1e-12
+    assert error(matrix(loaded), before) > 1e-3
 
 
 @both
@@ -409,7 +425,7 @@ def test_losses_of_the_user_are_compared(name: str):
 
 SCRIPT = """
 import sys, torch
-from torch import nn
+from torch import Tensor, nn
 from curvlinops import KFACLinearOperator
 
 scale = 2.0
@@ -566,3 +582,50 @@ def test_factors_anew_with_other_data(cls: type):
     data.pop()
     operator.compute_kronecker_factors()
     assert error(matrix(operator), matrix(cls(*arguments, data, **options))) <= 1e-12
+
+
+def attention(m: Using, X: dict[str, Any]) -> Tensor:
+    """Keys have inputs of their own in some batches."""
+    h = torch.tanh(m.embed(X["x"]))
+    q, k, v = m.q(h), m.k(2 * h if X["own"] else h), m.v(h)
+    return m.head(torch.nn.functional.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+@both
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("damping", [{}, {"use_heuristic_damping": True}])
+def test_layers_with_the_same_inputs_share_a_factor(
+    cls: type, reduce: bool, damping: dict[str, bool], tmp_path
+):
+    torch.manual_seed(0)
+    linear = {name: nn.Linear(3, 3) for name in ("embed", "q", "k", "v", "head")}
+    model = Using(attention, **linear).double()
+    X = [{"x": torch.randn(n, 4, 3).double(), "own": n == 3} for n in (4, 3, 5)]
+    data = [(x, torch.randint(3, (len(x["x"]),))) for x in X]
+    params = dict(model.named_parameters())
+    options = {"fisher_type": "type-2", "kfac_approx": "reduce" if reduce else "expand"}
+    arguments = model, nn.CrossEntropyLoss(), params
+    alike, operator = (cls(*arguments, some, **options) for some in (data[::2], data))
+    of_batches = alike.input_covariances
+    assert of_batches["q"].data_ptr() == of_batches["k"].data_ptr() == of_batches["v"].data_ptr()
+    A = operator.input_covariances
+    assert A["q"].data_ptr() == A["v"].data_ptr() != A["k"].data_ptr()
+    for name in linear:  # one layer alone shares nothing
+        own = {key: x for key, x in params.items() if key.startswith(f"{name}.")}
+        alone = cls(model, nn.CrossEntropyLoss(), own, data, **options)
+        together = SubmatrixLinearOperator(operator, list(own), list(own))
+        assert error(matrix(together), matrix(alone)) <= 1e-12
+        if cls is KFACLinearOperator:
+            inverse = operator.inverse(0.1, **damping)
+            together = SubmatrixLinearOperator(inverse, list(own), list(own))
+            assert error(matrix(together), matrix(alone.inverse(0.1, **damping))) <= 1e-12
+    before = matrix(operator)
+    operator.save(tmp_path / "factors")
+    alike.load(tmp_path / "factors")
+    assert error(matrix(alike), before) <= 1e-14
+    if cls is KFACLinearOperator:
+        first, last = (cls(*arguments, some, **options) for some in (data[:1], data[1:]))
+        first.merge(last)
+        assert error(matrix(first), before) <= 1e-12
+        last.update(data[0])
+        assert error(matrix(last), before) <= 1e-12

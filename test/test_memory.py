@@ -95,6 +95,21 @@ def test_no_memory_for_rows(make, quantity: str):
     assert peak <= most * 4 * rows.shape[0] * rows.shape[1]
 
 
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+def test_products_with_factors_copy_none_of_them(fisher: str):
+    model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 100))
+    data = [(torch.randn(8, 300), torch.randint(100, (8,))) for _ in range(2)]
+    operator = curvlinops.KFACLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher
+    )
+    operator.compute_kronecker_factors()
+    factors = sum(x.nbytes for x in operator.state_dict().values() if isinstance(x, Tensor))
+    v, live = vectors(operator), LiveBytes()
+    first, _ = live.peaks(lambda: operator @ v)
+    assert first <= 5 * v.nbytes < factors / 2
+    assert live.now <= 1000
+
+
 class Watched(nn.Sequential):
     """Notes what is computed on the way, without keeping it alive."""
 

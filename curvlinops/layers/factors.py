@@ -7,7 +7,7 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,10 @@ class FactoredGradient(PerSampleGradient):
     @abstractmethod
     def output_gradients(self) -> Tensor:
         """Return g, ``[V, N, S, G, O]``."""
+
+    def input_key(self) -> Hashable:
+        """Return a value that is equal for gradients with the same inputs, while these exist."""
+        return id(self)
 
     def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs.

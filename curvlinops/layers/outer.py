@@ -46,6 +46,10 @@ class OuterProducts(FactoredGradient):
         """Return g, ``[V, N, S, G, O]``."""
         return self.g
 
+    def input_key(self) -> Hashable:
+        """Return a value that is equal for gradients with the same inputs, while these exist."""
+        return self.x.key()
+
     def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs."""
         if mask is not None:

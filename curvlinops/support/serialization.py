@@ -15,7 +15,9 @@ Tensors that share memory are written once. Equal descriptions of objects are re
 """
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,7 +180,7 @@ class _Reader:
 
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a state to a safetensors file."""
+    """Write a state to a safetensors file, which replaces an older one at once."""
     tensors, memory = dict[str, Tensor](), set[int]()
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -187,7 +189,24 @@ def write_state(state: Mapping[str, Any], path: str | Path) -> None:
             if value.data_ptr() in memory or value.untyped_storage().nbytes() != value.nbytes:
                 tensors[name] = value.clone()
             memory.add(value.data_ptr())
-    save_file(tensors, str(path), {"metadata": state["metadata"]})
+    with replacing(path) as new:
+        save_file(tensors, str(new), {"metadata": state["metadata"]})
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield the name of a new file, which gets a path once it is complete.
+
+    The older file of that path stays as it is for those who have mapped it to memory. A process
+    that is killed leaves the older file.
+    """
+    path = Path(path)
+    new = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield new
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def read_state(path: str | Path) -> dict[str, Any]:

@@ -21,13 +21,20 @@ from curvlinops.structured.kronecker import (
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.serialization import recorded
 
-#: The key of a sum over data: a ``LayerUse`` and ``"A"`` (inputs), ``"B"`` (output
-#: gradients) or ``"count"`` (the number of inputs); a parameter's name and ``"matrix"`` (its exact
-#: block); ``Block.views`` and ``"moment"`` (squared gradients in an eigenbasis); ``WEIGHT``.
+#: What a sum over data is of, the second entry of its ``Key``: second moments of inputs, their
+#: number, second moments of output gradients, exact blocks, squares in an eigenbasis.
+INPUTS, INPUT_COUNT, GRADIENTS, MATRIX, MOMENT = "A", "count", "B", "matrix", "moment"
+
+#: The key of a sum over data. Its first entry is a ``LayerUse`` for the moments of its output
+#: gradients; the ``LayerUse``s that had the same inputs, for these and their number; a parameter's
+#: name for its exact block; ``Block.views`` for squares in an eigenbasis.
 Key = tuple[Any, str]
 
 #: The key of the data's weight: the number, or total weight, of loss terms.
 WEIGHT: Key = (None, "weight")
+
+#: What is counted, so that it has no normalization.
+COUNTS = (INPUT_COUNT, WEIGHT[1])
 
 #: Parameters with at most so many entries get one exact block. Larger ones get one for each vector
 #: along the last axis.

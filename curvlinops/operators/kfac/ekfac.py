@@ -8,12 +8,12 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import Block, Term, group_by_use
+from curvlinops.operators.kfac.blocks import MOMENT, Block, Term, group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import assemble, normalize
+from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
@@ -76,16 +76,14 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         with self._on_all_ranks("eigenvalues"), self._batches("eigenvalues", batches) as problems:
             for problem, samples in self._forward_passes(problems, moments, lambda uses: uses):
                 self._add_moments(moments, problem, samples)
-        sums.tensors |= ranks.add_all(moments.tensors, self.device)
+        for key, squares in ranks.add_all(moments.tensors, self.device).items():
+            sums.tensors[key] = _without_rounding(squares).mul_(sums.scale)
         return sums
 
     def _new_bases(self, sums: FactorSums) -> dict[tuple[ParameterView, ...], Basis]:
         """Return the eigenbases of blocks that have none yet."""
-        blocks = [
-            block
-            for block in normalize(sums, 1.0, without=sums.bases)
-            if block.terms and block.views not in sums.bases
-        ]
+        new = (block for block in sums.blocks if block.terms and block.views not in sums.bases)
+        blocks = with_matrices(sums, new)
         # eigenvectors are not unique: all ranks take those of the first one
         bases = (basis.map(self.risk.ranks.first) for basis in eigenbases(blocks))
         return dict(zip([block.views for block in blocks], bases, strict=True))
@@ -118,7 +116,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     moment = basis.second_moment(gradients)
                 else:
                     continue
-                sums.add((views, "moment"), moment)
+                sums.add((views, MOMENT), moment)
 
     def _one_by_one(
         self, basis: Basis, views: tuple[ParameterView, ...], samples: SampleGradients, u: Tensor
@@ -142,15 +140,14 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ) -> BlockDiagonalLinearOperator:
         """Return the matrix whose blocks are a function of this one's blocks."""
         sums = self._factor_sums()
-        scale = self.risk.scale(sums.weight)
 
         def build(block: Block) -> StructuredLinearOperator:
             if block.views not in sums.bases:
                 return function(block.operator())
-            eigenvalues = scale * _without_rounding(sums.tensors[block.views, "moment"])
+            eigenvalues = sums.tensors[block.views, MOMENT]
             return function(sums.bases[block.views].diagonal(eigenvalues))
 
-        blocks = normalize(sums, scale, without=sums.bases)
+        blocks = list(self._made_blocks())
         for i, block in enumerate(blocks):
             if block.views in sums.bases:  # entries are in the order of the basis
                 blocks[i] = replace(block, terms=(Term(sums.bases[block.views].shape),))
@@ -167,8 +164,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 
 
 def _without_rounding(squares: Tensor) -> Tensor:
-    """Replace squares of rounding errors by zeros."""
+    """Replace squares of rounding errors by zeros, in place."""
     if squares.numel() == 0:
         return squares
     rounding = (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
-    return squares.masked_fill(squares <= rounding, 0)
+    return squares.masked_fill_(squares <= rounding, 0)

@@ -1,6 +1,6 @@
 """Adds a batch to the sums of which the blocks of an approximation are made."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from math import prod
 
@@ -12,7 +12,17 @@ from curvlinops.layers.gradients import Piece, sum_of
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.layers.rules import Use
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, LayerUse, Uses, group_by_use
+from curvlinops.operators.kfac.blocks import (
+    GRADIENTS,
+    INPUT_COUNT,
+    INPUTS,
+    MATRIX,
+    WEIGHT,
+    Block,
+    LayerUse,
+    Uses,
+    group_by_use,
+)
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
@@ -79,19 +89,18 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             at_output = _at_output(groups, problem, samples, sums.options)
         exact = sums.exact_blocks
         pieces = chain(_exact_block_gradients(exact, groups, samples, u), samples.rest(u))
+        if chunk == 0:
+            weights = {use: x for use, x in groups.items() if use.name not in exact}
+            _add_inputs(sums, weights, problem.attention_masks)
         for use in list(groups):
             # memory of gradients that were added is given back at once
-            contributions, with_inputs = groups.pop(use), chunk == 0 and use.name not in exact
-            masks = None
-            if with_inputs:
-                masks = [_mask_of(x, problem.attention_masks) for x in contributions]
-            with_gradients = use not in at_output
-            for key, tensor in _factors(sums, use, contributions, masks, with_gradients):
-                sums.add(key, tensor)
+            contributions = groups.pop(use)
+            if use not in at_output:
+                _add_gradients(sums, use, contributions)
         _add_exact_blocks(sums, exact, pieces)
     for use in at_output:
         hessian = problem.loss.hessian_sum(samples.output, problem.batch.y)
-        sums.add((use, "B"), hessian.to(sums.space.dtype).unsqueeze(0))
+        sums.add((use, GRADIENTS), hessian.to(sums.space.dtype).unsqueeze(0))
     sums.add(WEIGHT, samples.weight.double())
 
 
@@ -168,36 +177,53 @@ def _at_output(
     }
 
 
-def _factors(
-    sums: FactorSums,
-    use: LayerUse,
-    contributions: list[UseGradient],
-    masks: list[Tensor | None] | None,
-    with_gradients: bool,
-) -> Iterator[tuple[Key, Tensor]]:
-    """Yield the terms that the gradients of one use add to the sums for Kronecker factors.
+def _add_inputs(
+    sums: FactorSums, groups: Mapping[LayerUse, list[UseGradient]], masks: list[Tensor]
+) -> None:
+    """Add the inputs of all products to the sums for A; those of several layers are added once.
 
     Args:
         sums: The sums.
-        use: The use.
-        contributions: Its gradients.
-        masks: The inputs of each that count; ``None`` if the inputs were added before.
-        with_gradients: Whether B is wanted.
+        groups: The gradients of each use.
+        masks: The masks of the batch's sequences, ``[N, T]``.
     """
+    options, layers = sums.options, dict[Hashable, list[tuple]]()
+    for use, contributions in groups.items():
+        if use.shape is None or use.shape.is_bias:
+            continue
+        counting = [_mask_of(x, masks) for x in contributions]
+        # whether inputs are averaged, get a one, and are too many for a matrix
+        treatment = (
+            use.name in options.reduced,
+            use.has_bias_input(options),
+            use.shape.inputs > options.max_factor_size,
+        )
+        inputs = tuple(
+            (x.gradient.input_key(), None if mask is None else mask.cpu().numpy().tobytes())
+            for x, mask in zip(contributions, counting, strict=True)
+        )
+        layers.setdefault((treatment, inputs), []).append((use, counting))
+    for (treatment, _), members in layers.items():
+        use, counting = members[0]
+        # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
+        gradients = [x.gradient.to(sums.space.dtype) for x in groups[use]]
+        moments, count = input_factor(gradients, counting, *treatment)
+        uses = [use for use, _ in members]
+        key = tuple(uses if len(uses) == 1 else sorted(uses, key=repr))
+        sums.add((key, INPUTS), moments)
+        sums.add((key, INPUT_COUNT), count.double())
+
+
+def _add_gradients(sums: FactorSums, use: LayerUse, contributions: list[UseGradient]) -> None:
+    """Add the output gradients of one use to the sums for B."""
     shape, options = use.shape, sums.options
-    if shape is None:
+    if shape is None or options.fisher_type is FisherType.FORWARD_ONLY:
         return
-    # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
+    if shape.is_bias and use.shares_gradients:  # with its weight
+        return
     gradients = [x.gradient.to(sums.space.dtype) for x in contributions]
-    reduce, limit = use.name in options.reduced, options.max_factor_size
-    is_weights = shape.is_bias and use.shares_gradients
-    if with_gradients and options.fisher_type is not FisherType.FORWARD_ONLY and not is_weights:
-        yield (use, "B"), gradient_factor(gradients, reduce, diagonal=shape.outputs > limit)
-    if masks is not None and not shape.is_bias:
-        bias = use.has_bias_input(options)
-        total, count = input_factor(gradients, masks, reduce, bias, diagonal=shape.inputs > limit)
-        yield (use, "A"), total
-        yield (use, "count"), count.double()
+    diagonal = shape.outputs > options.max_factor_size
+    sums.add((use, GRADIENTS), gradient_factor(gradients, use.name in options.reduced, diagonal))
 
 
 def _exact_block_gradients(
@@ -236,4 +262,4 @@ def _add_exact_blocks(sums: FactorSums, blocks: dict[str, Block], pieces: Iterab
             for some in gradient.slices():
                 rows = gradient.rows(some).to(sums.space.dtype)
                 rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
-                sums.add((name, "matrix"), moment(rows, diagonal=block.structure == "diagonal"))
+                sums.add((name, MATRIX), moment(rows, diagonal=block.structure == "diagonal"))

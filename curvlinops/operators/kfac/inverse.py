@@ -1,6 +1,6 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite, sqrt
 from typing import Any
@@ -13,6 +13,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, invert, name_of_factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_number, without_graph
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_modes import in_default_modes
@@ -92,33 +93,42 @@ def _non_negative(value: Any) -> float | None:
     return number if isfinite(number) else None
 
 
-def inverse_factors(blocks: Sequence[Block], damping: Damping) -> dict[Factor, Factor]:
+def inverse_factors(blocks: Sequence[Block], damping: Damping) -> dict[ParameterView, list[Factor]]:
     """Return the damped inverses of the factors of blocks that are one Kronecker product.
 
-    A bias shares the gradient factor of its weight, and its damping.
+    A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
+    share the factor of these, and its inverse if that has the same damping.
 
     Args:
         blocks: All blocks.
         damping: The damping of their factors.
+
+    Returns:
+        The inverses of B, and of A if there is one, by the first view of the block.
     """
     terms = {block.views[0]: block.terms[0] for block in blocks if len(block.terms) == 1}
-    damped: dict[Factor, tuple[Factor, float | Tensor, str]] = {}
-    for block in blocks:
-        term = terms.get(block.views[0])
-        if term is None or damped.keys() >= set(term.factors):
+    names = {block.views[0]: ", ".join(block.names) for block in blocks}
+    weights = {block.views[0]: terms.get(block.weight) for block in blocks}
+    damped: dict[tuple, tuple[Factor, float | Tensor, str]] = {}
+    keys: dict[ParameterView, list[tuple]] = {}
+    for view, term in terms.items():
+        balanced = weights[view] or term if damping.use_heuristic_damping else None
+        keys[view] = [(factor, balanced) for factor in term.factors]
+        if damped.keys() >= set(keys[view]):
             continue
-        dampings = damping.of(term, terms.get(block.weight))
-        for i, (factor, shift) in enumerate(zip(term.factors, dampings, strict=True)):
-            if factor in damped:
+        dampings = damping.of(term, weights[view])
+        for i, (key, shift) in enumerate(zip(keys[view], dampings, strict=True)):
+            if key in damped:
                 continue
-            name = f"Block {', '.join(block.names)!r}: {name_of_factor(i)}"
-            damped[factor] = factor, shift, name
+            name, factor = f"Block {names[view]!r}: {name_of_factor(i)}", key[0]
+            damped[key] = factor, shift, name
             if isinstance(shift, Tensor) and len(shift) > factor.groups:
                 # the bias of a convolution with groups has one factor for all of them
                 entries = shift.expand(-1, factor.rows // len(shift)).reshape(1, -1)
-                damped[factor] = _with_diagonal(factor, entries), 0.0, name
+                damped[key] = _with_diagonal(factor, entries), 0.0, name
     inverses = invert(list(damped.values()), damping.retry_double_precision)
-    return dict(zip(damped, inverses, strict=True))
+    of = dict(zip(damped, inverses, strict=True))
+    return {view: [of[key] for key in pair] for view, pair in keys.items()}
 
 
 def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
@@ -129,19 +139,19 @@ def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
 
 
 def inverse_block(
-    block: Block, inverses: dict[Factor, Factor], damping: Damping
+    block: Block, inverses: Mapping[ParameterView, list[Factor]], damping: Damping
 ) -> StructuredLinearOperator:
     """Return the damped inverse of a block, on its entries.
 
     Args:
         block: The block.
-        inverses: The inverses of damped factors.
+        inverses: The inverses of damped factors by the first view of the block.
         damping: The damping of blocks without factors.
     """
     if not block.terms:
         return block.operator().inverse(damping.of_gradients, damping.retry_double_precision)
     if len(block.terms) == 1:
-        return KroneckerProductLinearOperator(*(inverses[f] for f in block.terms[0].factors))
+        return KroneckerProductLinearOperator(*inverses[block.views[0]])
     damped = replace(block, terms=tuple(_damped(term, damping) for term in block.terms))
     return damped.operator().inverse(retry_double_precision=damping.retry_double_precision)
 

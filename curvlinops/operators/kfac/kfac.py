@@ -25,7 +25,7 @@ from curvlinops.operators.kfac.inverse import (
     inverse_block,
     inverse_factors,
 )
-from curvlinops.operators.kfac.layout import assemble, normalize
+from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -167,7 +167,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
         more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
-        self._set_sums(sums.plus(more, decay, overwrite=True))
+        self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -183,7 +183,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
-        self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses)))
+        self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses), self.risk.scale))
 
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
@@ -194,10 +194,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._kept: list[Block] | None = None
+        self._made: list[Block] | None = None
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
-        """Return the sums over batches.
+        """Return the means over batches.
 
         Args:
             sums: Empty sums. They have the number of earlier batches and their uses of parameters.
@@ -212,8 +212,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         with ranks.raise_on_all_ranks():
             new = new.with_uses(uses)
         new = new.over(ranks)
-        if batches is None and WEIGHT not in new.tensors:
-            raise ValueError("The data has no sample.")
+        if batches is None:
+            if WEIGHT not in new.tensors:
+                raise ValueError("The data has no sample.")
+            self.risk.scale(new.weight)  # raises if there is no term
+        new.normalize(self.risk.scale)
         new.num_batches -= sums.num_batches
         return new
 
@@ -286,7 +289,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def report(self) -> list[BlockReport]:
         """Return the structure of each diagonal block, and the reason for it."""
-        return report(self._normalized(), self._options.fisher_type)
+        return report(self._made_blocks(), self._options.fisher_type)
 
     @property
     @in_default_modes
@@ -314,7 +317,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return {name: dict(module.positions) for name, module in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:
-        return by_module(self._normalized(keep=True), self.space)
+        return by_module(self._made_blocks(), self.space)
 
     def _by_module(self, factor: str, dense: bool = False) -> FactorsByModule:
         matrices = {name: getattr(module, factor) for name, module in self._modules().items()}
@@ -324,7 +327,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def _check_pairs(self) -> None:
         fisher_type = self._options.fisher_type
-        check_pairs(self._modules(), self._normalized(), self.space, fisher_type)
+        check_pairs(self._modules(), self._made_blocks(), self.space, fisher_type)
 
     @property
     def _input_covariances(self) -> FactorsByModule:
@@ -347,19 +350,23 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
-        They are sums, so that more data can be added after loading. Do not write to them: they
-        share memory with the operator.
+        Their weights are among them, so that more data can be added after loading. Do not write to
+        them: they share memory with the operator.
         """
         return storage.pack(self._factor_sums(), self._fingerprint())
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the factors by saved ones.
+        """Replace the factors by a copy of saved ones.
 
         Raises:
             ValueError: If these are of other parameters, options, or another loss.
         """
-        self._set_sums(storage.unpack(state_dict, self._fingerprint(), self.space, self._options))
+        copies = {n: x.clone() if isinstance(x, Tensor) else x for n, x in state_dict.items()}
+        self._load(copies)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self._set_sums(storage.unpack(state, self._fingerprint(), self.space, self._options))
 
     def _fingerprint(self) -> dict[str, Any]:
         return storage.fingerprint(self, self._options.reduced)
@@ -385,13 +392,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Write the factors to a safetensors file."""
         write_state(self.state_dict(), path)
 
+    @in_default_modes
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
+
+        On the CPU the file is mapped to memory: it must not be written to afterwards. ``save``
+        replaces files, and does not write to them.
 
         Raises:
             ValueError: If these are of other parameters or options, or the file has none.
         """
-        self.load_state_dict(read_state(path))
+        self._load(read_state(path))
 
     # --- the structured matrix
 
@@ -412,13 +423,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         """Return the damped inverse."""
 
-    def _normalized(self, keep: bool = False) -> list[Block]:
-        """Return all blocks with their matrices, which may be kept."""
+    def _made_blocks(self) -> list[Block]:
+        """Return all blocks with their matrices."""
         sums = self._factor_sums()
-        blocks = self._kept or normalize(sums, self.risk.scale(sums.weight))
-        if keep:
-            self._kept = blocks
-        return blocks
+        if self._made is None:
+            self._made = with_matrices(sums)
+        return self._made
 
     @in_default_modes
     def inverse(
@@ -465,11 +475,10 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _block_diagonal(self) -> BlockDiagonalLinearOperator:
-        return assemble(self._normalized(keep=True), self.space, Block.operator)
+        return assemble(self._made_blocks(), self.space, Block.operator)
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        # the structure, which exact damping needs, is made of the same blocks
-        blocks = self._normalized(keep=damping.use_exact_damping)
+        blocks = self._made_blocks()
         if not damping.use_exact_damping:
             inverses = inverse_factors(blocks, damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)

@@ -1,6 +1,6 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -10,7 +10,16 @@ from torch import Tensor
 from curvlinops.layers.factors import KroneckerShape
 from curvlinops.layers.gradients import total
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import Block, LayerUse, Term, moment_factor
+from curvlinops.operators.kfac.blocks import (
+    GRADIENTS,
+    INPUT_COUNT,
+    MATRIX,
+    Block,
+    Key,
+    LayerUse,
+    Term,
+    moment_factor,
+)
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
@@ -19,37 +28,39 @@ from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import ParameterView
 
 
-def normalize(
-    sums: FactorSums, scale: float, without: Collection[tuple[ParameterView, ...]] = ()
-) -> list[Block]:
-    """Turn sums into means.
+def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> list[Block]:
+    """Return blocks with their matrices, which share memory with the means they are made of.
 
     Args:
-        sums: The sums.
-        scale: The risk's normalization c.
-        without: The views of blocks whose Kronecker products are not needed.
+        sums: The means.
+        needed: The blocks. Default: all.
     """
     space, blocks = sums.space, []
     uses: dict[ParameterView, list[LayerUse]] = {}
     for use in sums.uses.known:
         uses.setdefault(use.view, []).append(use)
+    by_use = sums.keys_of_inputs()
     gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
-    for block in sums.blocks:
+    inputs: dict[tuple, Factor] = {}  # so do layers with the same inputs
+    for block in sums.blocks if needed is None else needed:
         if not block.terms:
-            matrix = sums.tensors.get((block.names[0], "matrix"))
+            matrix = sums.tensors.get((block.names[0], MATRIX))
             size = prod(space.shapes[block.names[0]])
-            matrix = _zeros(size, space) if matrix is None else scale * matrix
-            blocks.append(replace(block, matrix=matrix))
+            blocks.append(replace(block, matrix=_zeros(size, space) if matrix is None else matrix))
             continue
         terms = []
-        for shape, *_ in block.terms if block.views not in without else ():
+        for shape, *_ in block.terms:
             sources = _sources(block.views[0], shape, uses)
             if sources not in gradients:
-                gradients[sources] = _gradient_factor(sums, sources, shape, scale)
-            size = shape.inputs + len(block.names) - 1
-            inputs = None if shape.is_bias else _input_factor(sums, sources, size)
-            terms.append(Term(shape, gradients[sources], inputs))
-        blocks.append(replace(block, terms=tuple(terms) or block.terms))
+                gradients[sources] = _gradient_factor(sums, sources, shape)
+            A = None
+            if not shape.is_bias:
+                size = shape.inputs + len(block.names) - 1
+                keys = tuple(key for use in sources for key in by_use[use])
+                if (A := inputs.get((keys, size))) is None:
+                    A = inputs[keys, size] = _input_factor(sums, keys, size)
+            terms.append(Term(shape, gradients[sources], A))
+        blocks.append(replace(block, terms=tuple(terms)))
     return blocks
 
 
@@ -68,24 +79,25 @@ def _sources(
     return tuple(sources) if len(sources) == 1 else tuple(sorted(sources, key=repr))
 
 
-def _gradient_factor(
-    sums: FactorSums, uses: tuple[LayerUse, ...], shape: KroneckerShape, scale: float
-) -> Factor:
+def _gradient_factor(sums: FactorSums, uses: tuple[LayerUse, ...], shape: KroneckerShape) -> Factor:
     """Return B; the diagonal of the identity if nothing was backpropagated."""
     if sums.options.fisher_type is FisherType.FORWARD_ONLY:
         space = sums.space
         ones = torch.ones(shape.groups, shape.outputs, dtype=space.dtype, device=space.device)
         return moment_factor(ones)
-    return moment_factor(scale * total(sums.tensors[use, "B"] for use in uses))
+    return moment_factor(total(sums.tensors[use, GRADIENTS] for use in uses))
 
 
-def _input_factor(sums: FactorSums, uses: tuple[LayerUse, ...], size: int) -> Factor:
+def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
     """Return A of so many inputs; the last input is that of the bias, which may be left out."""
-    tensors = [sums.tensors[use, "A"] for use in uses]
+    tensors = [sums.tensors[key] for key in keys]
+    if len(keys) > 1:
+        counts = [sums.tensors[group, INPUT_COUNT] for group, _ in keys]
+        number = total(counts)
+        number = number.masked_fill(number == 0, 1.0)
+        tensors = [count / number * x for count, x in zip(counts, tensors, strict=True)]
     tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
-    count = total(sums.tensors[use, "count"] for use in uses)
-    # zeros for no input at all; with decay, counts are below one, too
-    return moment_factor(total(tensors) / count.masked_fill(count == 0, 1.0))
+    return moment_factor(total(tensors))
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:

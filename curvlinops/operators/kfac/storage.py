@@ -21,7 +21,7 @@ from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import from_state, recorded, to_state
 
 #: The format of saved factors. It changes when older files cannot be read any more.
-FORMAT = "Kronecker factors 10"
+FORMAT = "Kronecker factors 11"
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -43,6 +43,7 @@ class Saved(NamedTuple):
     tensors: dict[Key, Tensor]
     bases: dict[tuple[ParameterView, ...], Any]
     num_batches: int
+    scale: float
 
 
 def pack(sums: FactorSums, fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -53,14 +54,14 @@ def pack(sums: FactorSums, fingerprint: dict[str, Any]) -> dict[str, Any]:
         fingerprint: That of the operator that has computed them.
     """
     known, unknown = sorted(sums.uses.known, key=repr), sums.uses.unknown
-    fields = sums.tensors, sums.bases, sums.num_batches
+    fields = sums.tensors, sums.bases, sums.num_batches, sums.scale
     return to_state(Saved(fingerprint, known, unknown, *fields), FORMAT)
 
 
 def unpack(
     state: Mapping[str, Any], fingerprint: dict[str, Any], space: ParameterSpace, options: Options
 ) -> FactorSums:
-    """Return the sums of a saved state, in memory of their own.
+    """Return the means of a saved state, which share its memory.
 
     Args:
         state: The result of ``pack``.
@@ -72,14 +73,16 @@ def unpack(
         ValueError: If the state has other contents, or is of other parameters, options or loss; if
             it is damaged.
     """
-    copies = {
-        name: value.to(space.device, copy=True) if isinstance(value, Tensor) else value
-        for name, value in state.items()
-    }
-    saved = from_state(copies, FORMAT, Saved, space.device)
+    saved = from_state(state, FORMAT, Saved, space.device)
     check_equal("saved state", saved.fingerprint, fingerprint)
     sums = FactorSums(space, options).with_uses(Uses(frozenset(saved.known), saved.unknown))
-    return replace(sums, tensors=saved.tensors, bases=saved.bases, num_batches=saved.num_batches)
+    return replace(
+        sums,
+        tensors=saved.tensors,
+        bases=saved.bases,
+        num_batches=saved.num_batches,
+        scale=saved.scale,
+    )
 
 
 #: The options that sums depend on, beside the treatment of positions.

@@ -1,14 +1,24 @@
 """Sums over data of which the blocks of an approximation are made."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlinops.layers.capture import RecordedUse
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses, plan_blocks
+from curvlinops.operators.kfac.blocks import (
+    COUNTS,
+    INPUT_COUNT,
+    INPUTS,
+    WEIGHT,
+    Block,
+    Key,
+    LayerUse,
+    Uses,
+    plan_blocks,
+)
 from curvlinops.operators.kfac.options import Fallback, Options
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
@@ -27,16 +37,18 @@ class ChangedError(RuntimeError):
 
 @dataclass
 class FactorSums:
-    """Sums over some data.
+    """Sums over some data, which become means once all batches were added.
 
     Attributes:
         space: All parameters.
         options: The options of the approximation.
         uses: The uses of the parameters that the data shows.
         blocks: The blocks that are made of the sums.
-        tensors: The sums. Those of an operator never change; new ones take their place.
+        tensors: The sums, or means. Those of an operator never change; new ones take their place.
         bases: The eigenbases of EKFAC's blocks, by ``Block.views``.
         num_batches: The number of batches, of the rank that had most.
+        scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
+            sums.
     """
 
     space: ParameterSpace
@@ -46,6 +58,7 @@ class FactorSums:
     tensors: dict[Key, Tensor] = field(default_factory=dict)
     bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
+    scale: float | None = None
 
     @property
     def weight(self) -> Tensor | float:
@@ -100,7 +113,7 @@ class FactorSums:
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""
-        return replace(self, tensors={})
+        return replace(self, tensors={}, scale=None)
 
     def add(self, key: Key, tensor: Tensor) -> None:
         """Add to one of the sums, in place."""
@@ -109,29 +122,68 @@ class FactorSums:
         else:
             before += tensor
 
-    def plus(
-        self, other: "FactorSums", decay: float = 1.0, overwrite: bool = False
-    ) -> "FactorSums":
-        """Return the sums over this and other data, for the other's blocks.
+    def keys_of_inputs(self) -> dict[LayerUse, list[Key]]:
+        """Return the keys of the sums to which the inputs of each use were added."""
+        keys: dict[LayerUse, list[Key]] = {}
+        for key in self.tensors:
+            if key[1] == INPUTS:
+                for use in key[0]:
+                    keys.setdefault(use, []).append(key)
+        return keys
+
+    # --- means
+
+    def normalization(self, key: Key) -> float:
+        """Return the number by which a sum was multiplied."""
+        if self.scale is None or key[1] in COUNTS:
+            return 1.0
+        if key[1] != INPUTS:
+            return self.scale
+        # zeros for no input at all; with decay, counts are below one, too
+        return 1.0 / (float(self.tensors[key[0], INPUT_COUNT]) or 1.0)
+
+    def normalize(self, scale: Callable[[Tensor | float], float]) -> None:
+        """Turn sums into means, in place.
 
         Args:
-            other: The sums over the other data.
-            decay: The factor by which these sums are multiplied first.
-            overwrite: Whether the result takes the memory of the other sums.
+            scale: Returns the risk's normalization c, given the data's weight.
         """
-        tensors = {}
-        for key in self.tensors | other.tensors:
-            old, new = self.tensors.get(key), other.tensors.get(key)
-            if new is None:
-                tensors[key] = old if decay == 1.0 else decay * old
-            elif old is None:
-                tensors[key] = new
-            else:
-                out = new if overwrite else None
-                tensors[key] = torch.add(new, old, alpha=decay, out=out)
-        num_batches = self.num_batches + other.num_batches
-        bases = other.bases | self.bases
-        return replace(other, tensors=tensors, bases=bases, num_batches=num_batches)
+        self.scale = scale(self.weight) if float(self.weight) else 1.0
+        for key, tensor in self.tensors.items():
+            if key[1] not in COUNTS:
+                tensor *= self.normalization(key)
+
+    def plus(
+        self,
+        other: "FactorSums",
+        scale: Callable[[Tensor | float], float],
+        decay: float = 1.0,
+        overwrite: bool = False,
+    ) -> "FactorSums":
+        """Return the means over this and other data, for the other's blocks.
+
+        Args:
+            other: The means over the other data.
+            scale: Returns the risk's normalization c, given the data's weight.
+            decay: The factor by which these sums are multiplied first.
+            overwrite: Whether the result takes the memory of the other means.
+        """
+        num_batches, bases = self.num_batches + other.num_batches, other.bases | self.bases
+        both = replace(other, tensors={}, bases=bases, num_batches=num_batches, scale=None)
+        # the counts and the weight come first: they tell the normalization of the others
+        for key in sorted(self.tensors | other.tensors, key=lambda key: key[1] not in COUNTS):
+            if both.scale is None and key[1] not in COUNTS:
+                both.scale = scale(both.weight)
+            after, (old, new) = both.normalization(key), (x.tensors.get(key) for x in (self, other))
+            of_old = 0.0 if old is None else decay * after / self.normalization(key)
+            of_new = 0.0 if new is None else after / other.normalization(key)
+            if old is None or new is None:
+                tensor, factor = (old, of_old) if new is None else (new, of_new)
+                both.tensors[key] = tensor if factor == 1.0 else factor * tensor
+                continue
+            out = new.mul_(of_new) if overwrite and key[1] not in COUNTS else new * of_new
+            both.tensors[key] = out.add_(old, alpha=of_old)
+        return both
 
     def over(self, ranks: Ranks) -> "FactorSums":
         """Return the sums over the data of all ranks, which have the same blocks."""
