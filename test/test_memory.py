@@ -97,8 +97,8 @@ def test_no_memory_for_rows(make, quantity: str):
 
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
 def test_products_with_factors_copy_none_of_them(fisher: str):
-    model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 100))
-    data = [(torch.randn(8, 300), torch.randint(100, (8,))) for _ in range(2)]
+    model = nn.Sequential(nn.Linear(400, 10), nn.Tanh(), nn.Linear(10, 400))
+    data = [(torch.randn(8, 400), torch.randint(400, (8,))) for _ in range(2)]
     operator = curvlinops.KFACLinearOperator(
         model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher
     )
