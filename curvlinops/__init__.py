@@ -46,6 +46,7 @@ from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops.operators.kfac.directory import load
 from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
@@ -60,7 +61,6 @@ from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
     SumOfKroneckersLinearOperator,
 )
-from curvlinops.structured.saving import load
 from curvlinops.structured.shifted import ShiftedLinearOperator
 from curvlinops.support.former_names import FORMER, explain
 

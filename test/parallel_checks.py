@@ -26,6 +26,7 @@ import scipy.sparse.linalg
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
+from models import Using
 from problems import Problem
 from test_kfac_storage import Experts, Rewired
 from torch import Tensor, nn
@@ -642,6 +643,152 @@ def saving() -> None:
             state, p.model, p.loss, p.params, part(p.data), process_group=group(), fallback="dense"
         )
         torch.testing.assert_close(matrix(loaded), matrix(together))
+
+
+# --- factors of which each process has a part -----------------------------------------------------
+
+
+def held(operator: Any) -> int:
+    """The bytes of an operator's factors on this process."""
+    sums = operator._factor_sums()
+    bases = [x for b in sums.bases.values() for x in (b.outputs, b.inputs) if x is not None]
+    distinct = {x.data_ptr(): x.nbytes for x in (*sums.tensors.values(), *bases)}
+    return sum(distinct.values())
+
+
+def partitioned(case: str, name: str, fisher: str) -> Callable[[], None]:
+    def run() -> None:
+        p = problems.make(name)
+        for options in ({}, {"separate_weight_and_bias": False, "module_partitions": 2}):
+            options |= {"fisher_type": fisher, "fallback": "dense"}
+            own, alone = both(case, p, factor_placement="partition", **options)
+            expected = matrix(alone)
+            assert error(matrix(own), expected) <= 1e-12
+            assert_alike_everywhere(own @ vector(own, 2))
+            for quantity in ("trace", "frobenius_norm", "diagonal"):
+                assert error(getattr(own, quantity)(), getattr(alone, quantity)()) <= 1e-12
+            assert error(own.damped(0.1).logdet(), alone.damped(0.1).logdet()) <= 1e-12
+            for function in (
+                lambda A: A.inverse(0.1, use_exact_damping=True),
+                lambda A: A.inverse(0.1, use_heuristic_damping=case == "kfac"),
+                lambda A: A.inverse(0.2),
+                lambda A: A.damped(0.1).power(0.5),
+                lambda A: 2 * A + A.inverse(0.3),
+                lambda A: A.inverse(0.3).T @ A,
+            ):
+                assert error(matrix(function(own)), matrix(function(alone))) <= 1e-10
+            assert error(own.eigvalsh(), alone.eigvalsh()) <= 1e-10
+            draws = [A.sample(seed=0) for A in (own.damped(0.1), alone.damped(0.1))]
+            assert error(*draws) <= 1e-9
+            with fails(ValueError, "build the operator with directory="):
+                own.save("nowhere")
+
+    return run
+
+
+CHECKS[2] |= {
+    f"partitioned-{case}-{name}": partitioned(case, name, fisher)
+    for case in ("kfac", "ekfac")
+    for name, fisher in {"mlp-ce-sum": "mc", "transformer-tied": "type-2"}.items()
+}
+
+
+def layers(num: int = 6) -> Problem:
+    """Several layers of equal size, two of which have the same inputs."""
+    torch.manual_seed(0)
+    parts = {str(i): nn.Linear(5, 5) for i in range(num)}
+
+    def run(m: Using, x: Tensor) -> Tensor:
+        h = m.get_submodule("0")(x).tanh() * m.get_submodule("1")(x)
+        for i in range(2, num):
+            h = m.get_submodule(str(i))(h).tanh()
+        return h
+
+    model = Using(run, **parts).double()
+    data = [(torch.randn(n, 5).double(), torch.randint(5, (n,))) for n in (4, 2, 3)]
+    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+
+
+def placement() -> None:
+    p = layers()
+    for case in ("kfac", "ekfac"):
+        own, alone = both(case, p, factor_placement="partition")
+        own.compute_kronecker_factors()
+        num_bytes = [int(x) for x in everywhere(torch.tensor(held(own)))]
+        every = held(alone)
+        most = 0.6 if dist.get_world_size() == 2 else 0.45
+        assert max(num_bytes) <= most * every, (num_bytes, every)
+        assert sum(num_bytes) <= 1.05 * every
+        assert len(own.input_covariances) < len(alone.input_covariances)
+        assert {x.names for x in own.report()} == {x.names for x in alone.report()}
+        own.update(p.data[rank() % 2])
+        for index in range(dist.get_world_size()):
+            alone.update(p.data[index % 2])
+        if case == "kfac":  # updates of all at once have numbers of their own
+            own, alone = both(case, p, factor_placement="partition", fisher_type="empirical")
+            own.update(p.data[rank() % 2])
+            for index in range(dist.get_world_size()):
+                alone.update(p.data[index % 2])
+            assert error(matrix(own), matrix(alone)) <= 1e-12
+
+
+def placement_on_files() -> None:
+    p, size = layers(), dist.get_world_size()
+    for case in ("kfac", "ekfac"):
+        for placed in ("partition", "replicate"):
+            folder = Path(sys.argv[3]) / f"factors-{case}-{placed}-{size}"
+            options = {"directory": folder, "module_partitions": 2, "fisher_type": "empirical"}
+            options |= {"fallback": "dense"}
+            own, alone = both(case, p, factor_placement=placed, fisher_type="empirical")
+            own = type(own)(
+                p.model,
+                p.loss,
+                p.params,
+                part(p.data),
+                process_group=group(),
+                factor_placement=placed,
+                **options,
+            )
+            expected = matrix(alone)
+            assert error(matrix(own), expected) <= 1e-12
+            again = type(own)(
+                p.model,
+                p.loss,
+                p.params,
+                part(p.data),
+                process_group=group(),
+                factor_placement=placed,
+                **options,
+            )
+            assert error(matrix(again), expected) <= 1e-12
+            alone.load(folder)
+            assert error(matrix(alone), expected) <= 1e-12
+            assert error(matrix(curvlinops.load(folder)), expected) <= 1e-12
+            other, _ = both(case, p, factor_placement="partition", fisher_type="empirical")
+            other.load(folder)
+            assert error(matrix(other), expected) <= 1e-12
+            dist.barrier()
+
+
+def errors_of_parts() -> None:
+    p = layers()
+    with torch.no_grad():
+        p.params[-2].zero_(), p.params[-4].zero_()
+    own, _ = both("kfac", p, factor_placement="partition", fisher_type="empirical")
+    try:
+        own.inverse()
+    except (ValueError, RuntimeError) as error:
+        assert "singular" in str(error)  # on all processes
+    else:
+        raise AssertionError("There is no error.")
+    v = vector(own) + rank()
+    with fails(ValueError, "The vectors are not those of the first rank", on=None if rank() else 1):
+        own.inverse(0.1) @ v
+
+
+for _size in (2, 3):
+    CHECKS[_size] |= {"placement": placement, "placement-on-files": placement_on_files}
+CHECKS[2] |= {"errors-of-parts": errors_of_parts}
 
 
 def later(model: type[nn.Module], targets: Callable[[Tensor], Tensor], loss: nn.Module) -> Callable:

@@ -186,6 +186,10 @@ FACTORED = {
     "fallback": "error",
     "exact": False,
     "max_factor_size": 16384,
+    "module_partitions": 1,
+    "directory": None,
+    "resume": True,
+    "factor_placement": "replicate",
 }
 JACOBIANS = {c.JacobianLinearOperator, c.TransposedJacobianLinearOperator}
 NO_LOSS = {"loss_func", "block_sizes", "reduction", "process_group"}

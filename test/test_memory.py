@@ -32,7 +32,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, storage: torch.UntypedStorage, given: set):
-        if storage not in self._seen and storage not in given:
+        is_file = storage.device.type == "cpu" and storage.filename is not None  # mapped
+        if storage not in self._seen and storage not in given and not is_file:
             self._seen.add(storage)
             self.now += storage.nbytes()
             weakref.finalize(storage, self._free, storage.nbytes())

@@ -74,7 +74,8 @@ class SampleGradients:
     @property
     def fallbacks(self) -> dict[str, str]:
         """Why parameters are treated sample by sample."""
-        return self._rules.fallbacks
+        names = self._problem.space.shapes
+        return {name: x for name, x in self._rules.fallbacks.items() if name in names}
 
     @property
     def vectors_at_once(self) -> int:
@@ -96,6 +97,16 @@ class SampleGradients:
         if self._batch is None:
             return iter(())
         return self._batch.by_use(self._backward(self._batch, u, last))
+
+    def uses(self) -> Iterator[UseGradient]:
+        """Yield the layers' uses of parameters, with gradients of zero in place of a pass."""
+        if self._batch is None:
+            return iter(())
+        zero = self.output.new_zeros(())
+        zeros = {
+            use: zero.to(use.output.dtype).expand(1, *use.output.shape) for use in self._batch.uses
+        }
+        return self._batch.by_use(zeros)
 
     def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
-from curvlinops.linear_operator.space import Columns, not_finite
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
 from curvlinops.support.autograd_graph import (
@@ -64,11 +64,12 @@ class BatchProblem:
     Args:
         risk: The ``EmpiricalRisk``.
         batch: The batch.
+        space: The parameters of which layers' gradients are wanted. Default: all.
     """
 
-    def __init__(self, risk: Any, batch: Batch):
+    def __init__(self, risk: Any, batch: Batch, space: ParameterSpace | None = None):
         self._risk, self.batch = risk, batch
-        self.space, self.model, self.loss = risk.space, risk.model, risk.loss
+        self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
         self._custom: set[str] = set()  # the user's autograd functions in the graph
         self._signature = 0
@@ -76,9 +77,9 @@ class BatchProblem:
         self.precisions: frozenset[torch.dtype] = frozenset()
         self._has_seen_loss = False
 
-    def on(self, batch: Batch) -> "BatchProblem":
-        """Return the problem on another batch."""
-        return BatchProblem(self._risk, batch)
+    def on(self, batch: Batch, space: ParameterSpace | None = None) -> "BatchProblem":
+        """Return the problem on another batch, and for some parameters only if given."""
+        return BatchProblem(self._risk, batch, space)
 
     @property
     def number(self) -> int:

@@ -5,7 +5,7 @@ each rank is free in how it computes: what it keeps, what it computes again.
 A rank with an error still takes part in the next communication, so that no other rank hangs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import fsum
 from typing import Any
@@ -87,15 +87,10 @@ class Ranks:
         if self.size == 1:
             yield columns
             return
-        checksums = _checksums(risk) if with_values else {}
+        checksums = checksums_of(risk) if with_values else {}
         self._compare(_description(risk, task, columns) | details, checksums)
-        shared, agrees = (None, True) if columns is None else self._first_columns(columns)
+        shared = None if columns is None else self.agreed(columns)
         with self.raise_on_all_ranks(risk):
-            if not agrees:
-                raise ValueError(
-                    "The vectors are not those of the first rank, which all multiply. Give solvers "
-                    "and estimators the same start on all ranks, by v0, seed or rng."
-                )
             yield shared
 
     @contextmanager
@@ -170,44 +165,93 @@ class Ranks:
         """Return the largest of a number on each rank."""
         return max(self.gather_objects(number))
 
-    def add(self, tensor: Tensor) -> Tensor:
-        """Add all ranks' tensors to each other, in place if they are contiguous; return them."""
+    def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
+        """Add all ranks' tensors to each other, in place if they are contiguous; return the sum.
+
+        Args:
+            tensor: This rank's tensor.
+            to: The rank that gets the sum; others get meaningless numbers. Default: all get it.
+        """
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        distributed.all_reduce(tensor, group=self.group)
+        if to is None:
+            distributed.all_reduce(tensor, group=self.group)
+        else:
+            distributed.reduce(tensor, group=self.group, group_dst=to)
         return tensor
 
-    def add_all(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-        """Return the sums over ranks of tensors by name; a missing tensor counts as zero."""
+    def add_all(
+        self,
+        tensors: Mapping[Any, Tensor],
+        device: torch.device,
+        holders: Callable[[Any], Sequence[int]] | None = None,
+    ) -> dict[Any, Tensor]:
+        """Return the sums over ranks of tensors by name; a missing tensor counts as zero.
+
+        Args:
+            tensors: The tensors of this rank, which are overwritten.
+            device: The device of missing ones.
+            holders: Returns the ranks that get a sum. Default: all do.
+        """
         if self.size == 1:
             return dict(tensors)
         kinds: dict[Any, tuple] = {}
         for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
             kinds = other | kinds
-        lacking = kinds.keys() - tensors.keys()
-        zeros = {n: torch.zeros(kinds[n][0], dtype=kinds[n][1], device=device) for n in lacking}
-        return {key: self.add((tensors | zeros)[key]) for key in kinds}
+        sums = {}
+        for key, (shape, dtype) in kinds.items():
+            tensor = tensors.get(key)
+            if tensor is None:
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
+            ranks = range(self.size) if holders is None else holders(key)
+            tensor = self.add(tensor, to=ranks[0] if len(ranks) == 1 else None)
+            if self.rank in ranks:
+                sums[key] = tensor
+        return sums
 
-    def first(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the first rank's tensor."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        distributed.broadcast(tensor, group=self.group, group_src=0)
+    def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+        """Return the tensors of all ranks by key; one tensor under several keys stays one."""
+        distinct = {id(x): x for x in tensors.values()}
+        place = {number: i for i, number in enumerate(distinct)}
+        own = [(x.shape, x.dtype) for x in distinct.values()]
+        places = {key: place[id(x)] for key, x in tensors.items()}
+        found: dict[Any, Tensor] = {}
+        for rank, (kinds, keys) in enumerate(self.gather_objects((own, places))):
+            if rank == self.rank:
+                parts = [x.contiguous() for x in distinct.values()]
+            else:
+                parts = [torch.empty(n, dtype=dtype, device=device) for n, dtype in kinds]
+            parts = [self.broadcast(part, rank) for part in parts]
+            found |= {key: parts[i] for key, i in keys.items()}
+        return found
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return a rank's tensor, written to this rank's, which must be contiguous."""
+        if self.size > 1:
+            distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def _first_columns(self, columns: Columns) -> tuple[Columns, bool]:
-        """Return the first rank's columns, and whether this rank's agree with them to rounding."""
+    def agreed(self, columns: Columns) -> Columns:
+        """Return the first rank's columns.
+
+        Raises:
+            ValueError: If this rank's do not agree with them to rounding.
+            RuntimeError: If another rank's do not.
+        """
         own = torch.cat([flat(column) for column in columns.values()], 1)
-        first = self.first(own)
+        first = self.broadcast(own.clone(), 0)
         difference, size = (
             torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
         )
-        agrees = bool((difference <= torch.finfo(own.dtype).eps ** 0.5 * size).all())
+        with self.raise_on_all_ranks():
+            if not bool((difference <= torch.finfo(own.dtype).eps ** 0.5 * size).all()):
+                raise ValueError(
+                    "The vectors are not those of the first rank, which all multiply. Give solvers "
+                    "and estimators the same start on all ranks, by v0, seed or rng."
+                )
         parts = first.split([flat(column).shape[1] for column in columns.values()], 1)
-        shared = {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
-        return shared, agrees
+        return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
 
 
 # --- what must be the same on all ranks
@@ -232,7 +276,7 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
     }
 
 
-def _checksums(risk: Any) -> dict[str, int]:
+def checksums_of(risk: Any) -> dict[str, int]:
     """Return checksums of parameters and buffers, frozen parameters included."""
     params = risk.model.params
     tensors, replaced = dict(params), set(map(id, params.values()))

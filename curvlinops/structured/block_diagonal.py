@@ -1,7 +1,7 @@
 """Block-diagonal matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from math import prod
 from typing import Any
@@ -29,6 +29,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             concatenation of those of its blocks.
         layouts: Where the entries of each block's plain vectors are in the parameters. Default:
             blocks act on parameters of the space, or one block after the other on all entries.
+        ranks: The processes over which the blocks are distributed, which call all methods together.
+            Each has a ``RemoteLinearOperator`` in place of the others' blocks. KFAC with
+            ``factor_placement="partition"`` sets it. Default: all blocks are here.
 
     Raises:
         TypeError: If a block has no structure.
@@ -40,7 +43,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         blocks: Sequence[StructuredLinearOperator] | Mapping[Any, StructuredLinearOperator],
         space: ParameterSpace | None = None,
         layouts: Sequence[Layout] | None = None,
+        ranks: Any = None,
     ):
+        self.ranks = ranks
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
         _check_blocks(named)
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
@@ -86,7 +91,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         for key, *pair in zip(self._keys, self._blocks, self.layouts, strict=True):
             groups.setdefault(key, []).append(pair)
         return {
-            names: BlockDiagonalLinearOperator(blocks, self.domain.restricted(names), layouts)
+            names: BlockDiagonalLinearOperator(
+                blocks, self.domain.restricted(names), layouts, self.ranks
+            )
             for names, pairs in groups.items()
             for blocks, layouts in [zip(*pairs, strict=True)]
         }
@@ -101,14 +108,19 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return len(self._blocks)
 
     def _record(self) -> tuple:
-        return self._arguments_with(self._blocks, self.domain)
+        if self.ranks is not None:
+            raise NotImplementedError(
+                "An operator with blocks on several processes cannot be saved in one file. The "
+                "factors of KFAC can be kept in a directory, which curvlinops.load reads."
+            )
+        return self._arguments_with(self._blocks, self.domain)[:3]
 
     def _arguments_with(self, blocks: Iterable[Any], space: ParameterSpace) -> tuple:
         """Return the arguments of an operator with other blocks on the same parameters."""
         space = None if space.is_flat else space
         if self._has_layouts:
-            return tuple(blocks), space, self.layouts
-        return dict(zip(self._keys, blocks, strict=True)), space, None
+            return tuple(blocks), space, self.layouts, self.ranks
+        return dict(zip(self._keys, blocks, strict=True)), space, None, self.ranks
 
     def _with(self, blocks: Iterable[Any]) -> "BlockDiagonalLinearOperator":
         """Return the operator with other blocks on the same parameters."""
@@ -117,11 +129,31 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> list[Any]:
         """Return the results of a function of each block; errors name the block."""
         out = []
-        for key, block in zip(self._keys, self._blocks, strict=True):
-            # a single block without a key is not worth mentioning
-            with about(None if len(self) == 1 and key == 0 else key):
-                out.append(function(block))
+        with self._raising_together():
+            for key, block in zip(self._keys, self._blocks, strict=True):
+                # a single block without a key is not worth mentioning
+                with about(None if len(self) == 1 and key == 0 else key):
+                    out.append(function(block))
         return out
+
+    def _decompose(self, accurate: bool, inverse: bool = False) -> None:
+        """Compute the eigendecompositions that are needed, those of equal sizes at once."""
+        with self._raising_together():
+            decompose(self._to_decompose(accurate, inverse))
+
+    # --- blocks on several processes
+
+    def _raising_together(self) -> AbstractContextManager:
+        """Return a context that raises an error on all processes if there is one on any."""
+        return nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks()
+
+    def _agreed(self, columns: Columns) -> Columns:
+        """Return vectors that are the same on all processes."""
+        return columns if self.ranks is None else self.ranks.agreed(columns)
+
+    def _complete(self, numbers: Tensor) -> Tensor:
+        """Return numbers that have zeros for other processes' blocks with those of all blocks."""
+        return numbers if self.ranks is None else self.ranks.add(numbers)
 
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
@@ -141,8 +173,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         out: Columns = {}
         for block, layout, columns in zip(self, self.layouts, vectors_block_spaces, strict=True):
             vectors = block.domain.join_rows(columns)
-            out = out or self.domain.split_rows(self.domain.empty(len(vectors)))
+            if not out:
+                flat = self.domain.empty(len(vectors))
+                out = self.domain.split_rows(flat)
             layout.write(vectors, out)
+        self._complete(flat)
         return out
 
     def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
@@ -152,11 +187,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return self.domain.join_rows(self._join(columns))[0]
 
     def _apply(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._read(columns), strict=True)
+        pairs = zip(self, self._read(self._agreed(columns)), strict=True)
         return self._join(block._apply(vectors) for block, vectors in pairs)
 
     def _apply_adjoint(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._read(columns), strict=True)
+        pairs = zip(self, self._read(self._agreed(columns)), strict=True)
         return self._join(block._apply_adjoint(vectors) for block, vectors in pairs)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
@@ -166,28 +201,29 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             if layout.names & columns.keys() and not layout.names.isdisjoint(names)
         ]
         needed = list({*names, *(name for _, layout in blocks for name in layout.names)})
-        columns = self.domain.fill(columns, needed)
+        columns = self.domain.fill(self._agreed(columns), needed)
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
             product = block._apply(block.domain.split_rows(layout.gather(columns)))
             layout.write(block.domain.join_rows(product), out)
-        return {name: out[name] for name in names}
+        return {name: self._complete(out[name]) for name in names}
 
     # --- quantities
 
     def _trace(self) -> Tensor:
-        return torch.stack([block._trace() for block in self]).sum()
+        return self._complete(torch.stack([block._trace() for block in self])).sum()
 
     def _norm(self) -> Tensor:
-        return double_norm(torch.stack([block._norm().double() for block in self]), 0)
+        norms = self._complete(torch.stack([block._norm().double() for block in self]))
+        return double_norm(norms, 0)
 
     def _diagonal(self) -> Tensor:
         return self._join_vectors([block._diagonal() for block in self])
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        decompose(self._to_decompose(accurate=True, inverse=True))
+        self._decompose(accurate=True, inverse=True)
         results = self._each(lambda block: block._slogdet())
-        signs, logarithms = map(torch.stack, zip(*results, strict=True))
+        signs, logarithms = (self._complete(torch.stack(x)) for x in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
@@ -200,7 +236,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         ]
 
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
-        decompose(self._to_decompose(accurate))
+        self._decompose(accurate)
         blocks = self._each(lambda block: block._eigh(accurate))
         values = self._join_vectors([block.eigenvalues for block in blocks])
         vectors = self._with([block.eigenvectors for block in blocks])
@@ -210,12 +246,12 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return all(block._has_eigh() for block in self)
 
     def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
-        decompose(self._to_decompose(accurate, inverse=True))
+        self._decompose(accurate, inverse=True)
         return self._map(lambda block: block._inverse(accurate))
 
     def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
         if exponent < 0 or not exponent.is_integer():
-            decompose(self._to_decompose(accurate=True))
+            self._decompose(accurate=True)
         return self._map(lambda block: block._power(exponent))
 
     # --- algebra
@@ -249,10 +285,52 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Combine pairs of blocks on the same entries, if each result has structure."""
         if not isinstance(other, BlockDiagonalLinearOperator):
             return None
+        if self.ranks is not None or other.ranks is not None:
+            return None
         if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None
         blocks = [function(*pair) for pair in zip(self, other, strict=True)]
         return None if any(block is None for block in blocks) else self._with(blocks)
+
+
+class RemoteLinearOperator(StructuredLinearOperator):
+    """A block that another process has. Its numbers are zero here, and are added up there.
+
+    Functions of it, such as its inverse, are the same.
+
+    Args:
+        dim: The number of rows.
+        dtype: The dtype of the block.
+        device: The device of this process.
+    """
+
+    def __init__(self, dim: int, dtype: torch.dtype, device: torch.device):
+        super().__init__(ParameterSpace.flat(dim, dtype, device))
+
+    def _apply(self, columns: Columns) -> Columns:
+        return {"": torch.zeros_like(columns[""])}
+
+    _apply_adjoint = _apply
+
+    def _diagonal(self) -> Tensor:
+        return self.domain.zeros(1)[""][0]
+
+    def _norm(self) -> Tensor:
+        return self._trace()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return self._trace(), self._trace()
+
+    def _same(self, *arguments: Any) -> "RemoteLinearOperator":
+        return self
+
+    _scaled = _shifted = _inverse = _power = _transposed = _squared_entries = _same
+
+    def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
+        return EighDecomposedLinearOperator(self._diagonal(), self)
+
+    def _to(self, device: torch.device, dtype: torch.dtype) -> "RemoteLinearOperator":
+        return RemoteLinearOperator(self.domain.dim, dtype, device)
 
 
 # --- where blocks act

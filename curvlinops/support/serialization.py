@@ -66,9 +66,20 @@ def to_state(value: Any, format: str) -> dict[str, Any]:
 
 
 def from_state(
-    state: Mapping[str, Any], format: str, cls: type[Value], device: torch.device
+    state: Mapping[str, Any],
+    format: str,
+    cls: type[Value],
+    device: torch.device,
+    check_numbers: bool = True,
 ) -> Value:
     """Return the value that a state was made of, with its tensors on a device.
+
+    Args:
+        state: The state.
+        format: Its format.
+        cls: The class of the value.
+        device: The device.
+        check_numbers: Whether NaN and infinite values are refused, for which all are read.
 
     Raises:
         ValueError: If the state has another format, is damaged, or has no object of the class.
@@ -78,7 +89,8 @@ def from_state(
     try:
         metadata = json.loads(state["metadata"])
         is_format = metadata["format"] == format
-        value = _Reader(state, device).read(metadata["content"]) if is_format else None
+        reader = _Reader(state, device, check_numbers)
+        value = reader.read(metadata["content"]) if is_format else None
     except ValueError as error:
         raise ValueError(f"The saved state is damaged: {error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
@@ -142,10 +154,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class _Reader:
-    def __init__(self, state: Mapping[str, Any], device: torch.device):
+    def __init__(self, state: Mapping[str, Any], device: torch.device, check_numbers: bool):
         tensors = ((name, x) for name, x in state.items() if isinstance(x, Tensor))
         self._tensors = {name: tensor.to(device) for name, tensor in tensors}
-        self._device = device
+        self._device, self._check_numbers = device, check_numbers
         self._objects: dict[str, Any] = {}
 
     def read(self, data: Any) -> Any:
@@ -171,7 +183,7 @@ class _Reader:
         values, entry = self._tensors[tensor], f"The entry '{tensor}'"
         if values.dtype != getattr(torch, dtype):
             raise ValueError(f"{entry} should be of torch.{dtype}, got {values.dtype}.")
-        if not bool(values.isfinite().all()):
+        if self._check_numbers and not bool(values.isfinite().all()):
             raise ValueError(f"{entry} has NaN or infinite values.")
         return values.expand(shape)
 
@@ -198,10 +210,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield the name of a new file, which gets a path once it is complete.
 
     The older file of that path stays as it is for those who have mapped it to memory. A process
-    that is killed leaves the older file.
+    that is killed leaves the older file, and perhaps a part of the new one.
     """
     path = Path(path)
-    new = path.with_name(f"{path.name}.{os.getpid()}.part")
+    new = path.with_name(f"{path.name}.part")
     try:
         yield new
         os.replace(new, path)

@@ -201,6 +201,7 @@ class Block:
         reason: Why it has this structure.
         matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
             diagonals ``[G, n]``; ``None`` if they are not yet known.
+        is_here: Whether this process has its matrices.
     """
 
     views: tuple[ParameterView, ...]
@@ -210,6 +211,7 @@ class Block:
     weight: ParameterView | None = None
     reason: str = ""
     matrix: Tensor | None = None
+    is_here: bool = True
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -1,25 +1,24 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import MOMENT, Block, Term, group_by_use
+from curvlinops.operators.kfac.blocks import MOMENT, group_by_use
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.layout import structure_of, with_matrices
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
-from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
 
@@ -67,26 +66,57 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         )
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
-        ranks, first, known = self.risk.ranks, sums.num_batches, sums.bases
+        first, known = sums.num_batches, sums.bases
         sums = super()._compute(sums, batches)
         if lost := known.keys() - {block.views for block in sums.blocks if block.terms}:
             raise ChangedError(next(iter(lost))[0].name)
-        sums.bases = known | self._new_bases(sums)
-        moments = replace(sums, tensors={}, num_batches=first)
+        moments = replace(
+            sums, tensors={}, num_batches=first, bases=self._bases_everywhere(sums, known)
+        )
         with self._on_all_ranks("eigenvalues"), self._batches("eigenvalues", batches) as problems:
             for problem, samples in self._forward_passes(problems, moments, lambda uses: uses):
                 self._add_moments(moments, problem, samples)
-        for key, squares in ranks.add_all(moments.tensors, self.device).items():
+        moments = moments.over_ranks(self._is_partitioned)
+        for key, squares in moments.tensors.items():
             sums.tensors[key] = _without_rounding(squares).mul_(sums.scale)
-        return sums
+        return replace(sums, bases=moments.bases).own()
 
-    def _new_bases(self, sums: FactorSums) -> dict[tuple[ParameterView, ...], Basis]:
-        """Return the eigenbases of blocks that have none yet."""
-        new = (block for block in sums.blocks if block.terms and block.views not in sums.bases)
-        blocks = with_matrices(sums, new)
-        # eigenvectors are not unique: all ranks take those of the first one
-        bases = (basis.map(self.risk.ranks.first) for basis in eigenbases(blocks))
-        return dict(zip([block.views for block in blocks], bases, strict=True))
+    def _bases_everywhere(
+        self, sums: FactorSums, known: dict[tuple[ParameterView, ...], Basis]
+    ) -> dict[tuple[ParameterView, ...], Basis]:
+        """Return the eigenbases of all blocks. Each rank decomposes the factors of some blocks.
+
+        Args:
+            sums: The means.
+            known: The bases that this rank has already.
+        """
+        ranks, products = sums.ranks, [block for block in sums.blocks if block.terms]
+        if not self._is_partitioned:  # all ranks have the same
+            products = [block for block in products if block.views not in known]
+        owners = sums.owners
+        if ranks.size > 1 and not owners:
+            owners = sums.distributed(sums.tensors).owners
+        own = [block for block in products if owners.get(block.names[0], ranks.rank) == ranks.rank]
+        with ranks.raise_on_all_ranks():
+            new = [block for block in own if block.views not in known]
+            bases = eigenbases(with_matrices(sums, new))
+            bases = known | dict(zip([block.views for block in new], bases, strict=True))
+        if ranks.size == 1:
+            return bases
+        axes = ("outputs", "inputs")
+        of_own = {
+            (block.views, axis): x
+            for block in own
+            for axis in axes
+            if (x := getattr(bases[block.views], axis)) is not None
+        }
+        tensors = ranks.exchange(of_own, self.device)
+        plain = [
+            (block.views, replace(bases[block.views], outputs=None, inputs=None)) for block in own
+        ]
+        for views, basis in chain.from_iterable(ranks.gather_objects(plain)):
+            bases[views] = replace(basis, **{axis: tensors.get((views, axis)) for axis in axes})
+        return {block.views: bases[block.views] for block in sums.blocks if block.views in bases}
 
     def _add_moments(
         self, sums: FactorSums, problem: BatchProblem, samples: SampleGradients
@@ -132,27 +162,6 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             total = total + basis.second_moment_of_rows(weight, bias[0] if bias else None)
         return total
 
-    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
-        return self._assembled(lambda block: block)
-
-    def _assembled(
-        self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
-    ) -> BlockDiagonalLinearOperator:
-        """Return the matrix whose blocks are a function of this one's blocks."""
-        sums = self._factor_sums()
-
-        def build(block: Block) -> StructuredLinearOperator:
-            if block.views not in sums.bases:
-                return function(block.operator())
-            eigenvalues = sums.tensors[block.views, MOMENT]
-            return function(sums.bases[block.views].diagonal(eigenvalues))
-
-        blocks = list(self._made_blocks())
-        for i, block in enumerate(blocks):
-            if block.views in sums.bases:  # entries are in the order of the basis
-                blocks[i] = replace(block, terms=(Term(sums.bases[block.views].shape),))
-        return assemble(blocks, self.space, build)
-
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         if damping.use_heuristic_damping or damping.of_inputs != damping.of_gradients:
             raise ValueError(
@@ -160,7 +169,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
         arguments = damping.of_gradients, damping.retry_double_precision
-        return self._assembled(lambda block: block.inverse(*arguments))
+        sums, blocks = self._factor_sums(), self._made_blocks()
+        return structure_of(sums, blocks, lambda block: block.inverse(*arguments))
 
 
 def _without_rounding(squares: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
         inverse = A._damped_inverse(self._damping)
-        super().__init__(list(inverse), A.space, inverse.layouts)
+        super().__init__(list(inverse), A.space, inverse.layouts, inverse.ranks)
 
     def _arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self._damping, field.name) for field in fields(Damping)}

@@ -4,8 +4,9 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,8 +17,9 @@ from curvlinops.layers.capture import RecordedUse
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac import storage
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses, group_by_use
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
+from curvlinops.operators.kfac.directory import FactorDirectory
 from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
@@ -25,7 +27,7 @@ from curvlinops.operators.kfac.inverse import (
     inverse_block,
     inverse_factors,
 )
-from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.layout import assemble, structure_of, with_matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -41,13 +43,16 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
+from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
+from curvlinops.risk.distributed import checksums_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count, check_keywords
+from curvlinops.support.digest import digest
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -82,6 +87,16 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
         max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
+        module_partitions: Over how many passes over the data the factors are distributed. Each pass
+            has the memory of its own factors only, beside the factors that are complete.
+        directory: Where complete factors are kept, in place of the memory. It is empty, or has the
+            factors of this model, loss, and data, perhaps not all; see ``resume``.
+        factor_placement: With a ``process_group``: ``"replicate"``, so that each process has all
+            factors; or ``"partition"``, so that it has those of some blocks. Then all processes
+            together call products, inverses and other quantities.
+        resume: Whether factors in the directory are used, and missing ones added. They must be of
+            the same parameter values, options, and data (its first batch is compared). Otherwise
+            all are computed anew.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors
@@ -99,6 +114,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     fallback: str = Fallback.ERROR
     exact: bool = False
     max_factor_size: int = 16384
+    module_partitions: int = 1
+    directory: str | Path | None = None
+    resume: bool = True
+    factor_placement: str = "replicate"
 
     _per_sample = True
 
@@ -110,6 +129,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self.seed = check_count("seed", self.seed, at_least=0)
         self.fallback = str(check_choice("fallback", self.fallback, Fallback))
         self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
+        self.module_partitions = check_count("module_partitions", self.module_partitions)
+        check_choice("factor_placement", self.factor_placement, ("replicate", "partition"))
         if self.num_per_example_loss_terms is not None:
             self.num_per_example_loss_terms = check_count(
                 "num_per_example_loss_terms", self.num_per_example_loss_terms
@@ -144,7 +165,81 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        self._set_sums(self._compute(FactorSums(self.space, self._options)))
+        directory = self._open_directory(resume=self.resume and self._sums is None)
+        parts, done = self._parts() if directory is None else directory.parts, []
+        for index, names in enumerate(parts):
+            if directory is not None and directory.is_complete(index):
+                continue
+            sums = self._compute(self._no_sums(names))
+            if directory is None:
+                done.append(sums)
+            else:
+                directory.write(index, sums)
+            del sums
+        if directory is not None:
+            self._set_sums(self._placed(directory.read(self.space, self._options)))
+        else:
+            self._set_sums(FactorSums.beside(done, self.space, self._options))
+
+    def _placed(self, sums: FactorSums) -> FactorSums:
+        """Return those of some means that are in memory or in files that this process needs."""
+        sums = replace(sums, ranks=self.risk.ranks)
+        return sums.distributed(sums.tensors).own() if self._is_partitioned else sums
+
+    def _no_sums(self, names: list[str]) -> FactorSums:
+        """Return empty sums for some parameters."""
+        space = self.space.restricted(names)
+        return FactorSums(space, self._options, ranks=self.risk.ranks)
+
+    @property
+    def _is_partitioned(self) -> bool:
+        return self.factor_placement == "partition" and self.risk.ranks.size > 1
+
+    def _parts(self) -> list[list[str]]:
+        """Return the parameters of each pass over the data."""
+        names, num = self.space.names, self.module_partitions
+        if num == 1:
+            return [names]
+        uses, ranks = Uses(), self.risk.ranks
+        sums = self._no_sums(names)
+        with self._on_all_ranks("partitions"), self._batches("partitions") as problems:
+            first = islice(problems, 1)
+            for _, samples in self._forward_passes(first, sums, lambda uses: []):
+                groups = group_by_use(samples.uses(), self._options.reduced)
+                uses = Uses(frozenset(groups), samples.fallbacks)
+        uses = reduce(Uses.union, ranks.gather_objects(uses))
+        groups = units(uses, names)
+        sizes = [num_entries(uses, group, self.space.shapes) for group in groups]
+        return in_passes(groups, sizes, num)
+
+    def _open_directory(self, resume: bool) -> FactorDirectory | None:
+        """Return the directory with some of its parts complete, or none."""
+        if self.directory is None:
+            return None
+        directory, settings = FactorDirectory(self.directory, self.risk.ranks), self._origin()
+        if not (resume and directory.parts):
+            directory.begin(settings, self._parts())
+            return directory
+        try:
+            directory.check(settings)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} With resume=False all factors are computed anew, and replace these."
+            ) from error
+        return directory
+
+    def _origin(self) -> dict[str, Any]:
+        """Return what the factors depend on, as plain values."""
+        first: list[tuple] = []
+        with self._on_all_ranks("first batch"), self._batches("first batch") as problems:
+            for problem in islice(problems, 1):
+                first = digest((problem.batch.X, problem.batch.y))
+        batches = self.risk.ranks.gather_objects(
+            [(shape, str(dtype), x) for shape, dtype, x in first]
+        )
+        values = {f"the values of {name}": x for name, x in checksums_of(self.risk).items()}
+        options = {"mc_samples": self.mc_samples, "seed": self.seed, "the first batch": batches}
+        return self._fingerprint() | options | values
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -156,7 +251,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 are exponentially weighted means (sums for a loss with reduction ``"sum"``).
 
         Raises:
-            ValueError: If ``batch`` is no pair, or ``decay`` not between zero and one.
+            ValueError: If ``batch`` is no pair, ``decay`` not between zero and one, or the factors
+                are in a directory.
             RuntimeError: If a parameter is used in ways that do not go together with those before.
         """
         if not is_pair(batch):
@@ -165,6 +261,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             )
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}.")
+        self._check_in_memory()
         sums = self._factor_sums()
         more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
         self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
@@ -177,13 +274,24 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         depends on the operators' seeds, which may differ.
 
         Raises:
-            ValueError: If the other one has another class, loss, parameters, or options.
+            ValueError: If the other one has another class, loss, parameters, or options, or the
+                factors are in a directory.
             RuntimeError: If parameters are used in ways that do not go together.
         """
+        self._check_in_memory()
+        if self._is_partitioned:
+            raise ValueError("Operators with factor_placement='partition' cannot be merged.")
         storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
         self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses), self.risk.scale))
+
+    def _check_in_memory(self) -> None:
+        if self.directory is not None:
+            raise ValueError(
+                f"The factors in {self.directory} are those of the operator's data. To add more "
+                "data, load them into an operator without directory, by load(path)."
+            )
 
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
@@ -211,7 +319,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         uses = reduce(Uses.union, ranks.gather_objects(new.uses))
         with ranks.raise_on_all_ranks():
             new = new.with_uses(uses)
-        new = new.over(ranks)
+        new = new.over_ranks(self._is_partitioned)
         if batches is None:
             if WEIGHT not in new.tensors:
                 raise ValueError("The data has no sample.")
@@ -229,7 +337,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Yield batches that have samples with their forward passes, and count all batches."""
         for problem in problems:
             batch = problem.batch
-            numbered = problem.on(Batch(sums.num_batches, batch.X, batch.y))
+            numbered = problem.on(Batch(sums.num_batches, batch.X, batch.y), sums.space)
             backward = numbered.rules(SampleBackward, type(self).__name__, True, True)
             # masks of sequences are compared with the samples of all rows
             needed = (lambda uses: uses) if numbered.attention_masks else need_samples
@@ -272,7 +380,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Raises:
             ValueError: If it is not known which positions of a layer belong to which sample.
         """
-        sums, weight = FactorSums(self.space, self._options), 0.0
+        sums, weight = self._no_sums(self.space.names), 0.0
         with self._on_all_ranks("layers"), self._batches("layers") as problems:
             for problem, samples in self._forward_passes(problems, sums, lambda uses: uses):
                 for layer in captured_layers(problem, samples, self._options):
@@ -317,7 +425,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return {name: dict(module.positions) for name, module in self._modules().items()}
 
     def _modules(self) -> dict[str, ModuleFactors]:
-        return by_module(self._made_blocks(), self.space)
+        return by_module(self._own_blocks(), self.space)
 
     def _by_module(self, factor: str, dense: bool = False) -> FactorsByModule:
         matrices = {name: getattr(module, factor) for name, module in self._modules().items()}
@@ -327,7 +435,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def _check_pairs(self) -> None:
         fisher_type = self._options.fisher_type
-        check_pairs(self._modules(), self._made_blocks(), self.space, fisher_type)
+        check_pairs(self._modules(), self._own_blocks(), self.space, fisher_type)
 
     @property
     def _input_covariances(self) -> FactorsByModule:
@@ -353,6 +461,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Their weights are among them, so that more data can be added after loading. Do not write to
         them: they share memory with the operator.
         """
+        if self._is_partitioned:
+            raise ValueError(
+                "Each process has a part of the factors, because of factor_placement='partition'. "
+                "To write them to files, build the operator with directory=."
+            )
         return storage.pack(self._factor_sums(), self._fingerprint())
 
     @in_default_modes
@@ -366,7 +479,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._load(copies)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        self._set_sums(storage.unpack(state, self._fingerprint(), self.space, self._options))
+        sums = storage.unpack(state, self._fingerprint(), self.space, self._options)
+        self._set_sums(self._placed(sums))
 
     def _fingerprint(self) -> dict[str, Any]:
         return storage.fingerprint(self, self._options.reduced)
@@ -396,13 +510,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
 
-        On the CPU the file is mapped to memory: it must not be written to afterwards. ``save``
-        replaces files, and does not write to them.
+        The path may be that of a ``directory``, too. On the CPU files are mapped to memory: they
+        must not be written to afterwards. ``save`` replaces files, and does not write to them.
 
         Raises:
             ValueError: If these are of other parameters or options, or the file has none.
         """
-        self._load(read_state(path))
+        if Path(path).is_dir():
+            directory = FactorDirectory(path)
+            directory.check(self._fingerprint())
+            self._set_sums(self._placed(directory.read(self.space, self._options)))
+        else:
+            self._load(read_state(path))
 
     # --- the structured matrix
 
@@ -412,12 +531,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            self._structure = self._block_diagonal()
+            self._structure = structure_of(self._sums, self._made_blocks())
         return self._structure
-
-    @abstractmethod
-    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
-        """Return the matrix that the sums define."""
 
     @abstractmethod
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
@@ -429,6 +544,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if self._made is None:
             self._made = with_matrices(sums)
         return self._made
+
+    def _own_blocks(self) -> list[Block]:
+        """Return the blocks whose matrices this process has."""
+        return [block for block in self._made_blocks() if block.is_here]
 
     @in_default_modes
     def inverse(
@@ -474,18 +593,16 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _block_diagonal(self) -> BlockDiagonalLinearOperator:
-        return assemble(self._made_blocks(), self.space, Block.operator)
-
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         blocks = self._made_blocks()
         if not damping.use_exact_damping:
-            inverses = inverse_factors(blocks, damping)
+            with self.risk.ranks.raise_on_all_ranks():
+                inverses = inverse_factors([x for x in blocks if x.is_here], damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
-            return assemble(blocks, self.space, build)
+            return assemble(blocks, self._factor_sums(), build)
         for block in blocks:
             is_sum = damping.of_gradients and len(block.terms) > 1
-            if is_sum and not block.operator().can_be_written:
+            if is_sum and block.is_here and not block.operator().can_be_written:
                 raise ValueError(
                     f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
                     "large for exact damping. Use inverse(damping), which damps the factors of "

@@ -1,6 +1,7 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 
@@ -14,6 +15,7 @@ from curvlinops.operators.kfac.blocks import (
     GRADIENTS,
     INPUT_COUNT,
     MATRIX,
+    MOMENT,
     Block,
     Key,
     LayerUse,
@@ -23,7 +25,11 @@ from curvlinops.operators.kfac.blocks import (
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
+from curvlinops.structured.block_diagonal import (
+    BlockDiagonalLinearOperator,
+    RemoteLinearOperator,
+    about,
+)
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import ParameterView
 
@@ -43,6 +49,9 @@ def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> li
     gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
     inputs: dict[tuple, Factor] = {}  # so do layers with the same inputs
     for block in sums.blocks if needed is None else needed:
+        if not sums.is_here(block.names[0]):
+            blocks.append(replace(block, is_here=False))
+            continue
         if not block.terms:
             matrix = sums.tensors.get((block.names[0], MATRIX))
             size = prod(space.shapes[block.names[0]])
@@ -104,28 +113,62 @@ def _zeros(size: int, space: ParameterSpace) -> Tensor:
     return torch.zeros(1, size, dtype=space.dtype, device=space.device)
 
 
+def structure_of(
+    sums: FactorSums,
+    blocks: Iterable[Block],
+    function: Callable[[StructuredLinearOperator], StructuredLinearOperator] = lambda x: x,
+) -> BlockDiagonalLinearOperator:
+    """Return the approximation as a matrix, or that of a function of each block.
+
+    Args:
+        sums: The means.
+        blocks: The blocks, with their matrices.
+        function: The function.
+    """
+
+    def build(block: Block) -> StructuredLinearOperator:
+        if (basis := sums.bases.get(block.views)) is None:
+            return function(block.operator())
+        return function(basis.diagonal(sums.tensors[block.views, MOMENT]))
+
+    ordered = []
+    for block in blocks:
+        if (basis := sums.bases.get(block.views)) is not None:
+            block = replace(block, terms=(Term(basis.shape),))  # entries have the basis's order
+        ordered.append(block)
+    return assemble(ordered, sums, build)
+
+
 def assemble(
     blocks: Iterable[Block],
-    space: ParameterSpace,
+    sums: FactorSums,
     build: Callable[[Block], StructuredLinearOperator],
 ) -> BlockDiagonalLinearOperator:
     """Return the matrix of all blocks.
 
     Args:
         blocks: The blocks, with their matrices.
-        space: All parameters.
+        sums: The means.
         build: Makes a structured operator of one block.
     """
-    blocks = list(blocks)
+    blocks, space = list(blocks), sums.space
+    ranks = sums.ranks if sums.owners else None
     if sum(block.layout.size for block in blocks) < space.dim:
         # entries that no layer uses get zero blocks, so that inverses damp them, too
-        blocks += list(_unused_blocks([v for block in blocks for v in block.layout.views], space))
-    operators = []
-    for block in blocks:
-        with about(block.names):
-            operators.append(build(block))
+        views = [view for block in blocks for view in block.layout.views]
+        is_here = sums.ranks.rank == 0 or ranks is None
+        blocks += [replace(block, is_here=is_here) for block in _unused_blocks(views, space)]
+    operators: list[StructuredLinearOperator] = []
+    with nullcontext() if ranks is None else ranks.raise_on_all_ranks():
+        for block in blocks:
+            if block.is_here:
+                with about(block.names):
+                    operators.append(build(block))
+            else:
+                size = block.layout.size
+                operators.append(RemoteLinearOperator(size, space.dtype, space.device))
     layouts = [block.layout for block in blocks]
-    return BlockDiagonalLinearOperator(operators, space, layouts)
+    return BlockDiagonalLinearOperator(operators, space, layouts, ranks)
 
 
 def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[Block]:

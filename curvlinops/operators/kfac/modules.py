@@ -14,6 +14,9 @@ from curvlinops.support.arguments import nearest
 from curvlinops.support.read_only import MESSAGE, read_only
 from curvlinops.support.torch_modes import in_default_modes
 
+#: The reason of a block whose factors are not shown.
+_ELSEWHERE = "on another process"
+
 
 class BlockReport(NamedTuple):
     """The structure of a diagonal block of an approximation.
@@ -37,11 +40,11 @@ def report(blocks: Iterable[Block], fisher_type: FisherType) -> list[BlockReport
     reports = []
     for block in blocks:
         matrices = [factor.tensor for term in block.terms for factor in term.factors]
-        if block.is_exact:
+        if block.is_exact and block.is_here:
             matrices.append(block.matrix)
         shapes = tuple(tuple(x.shape) for x in matrices)
-        reason = block.reason or _reason(block.terms, fisher_type)
-        reports.append(BlockReport(block.names, block.structure, shapes, reason))
+        why = _reason(block.terms, fisher_type) if block.is_here else _ELSEWHERE
+        reports.append(BlockReport(block.names, block.structure, shapes, block.reason or why))
     return reports
 
 

@@ -59,7 +59,11 @@ def pack(sums: FactorSums, fingerprint: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(
-    state: Mapping[str, Any], fingerprint: dict[str, Any], space: ParameterSpace, options: Options
+    state: Mapping[str, Any],
+    fingerprint: dict[str, Any],
+    space: ParameterSpace,
+    options: Options,
+    check_numbers: bool = True,
 ) -> FactorSums:
     """Return the means of a saved state, which share its memory.
 
@@ -68,12 +72,13 @@ def unpack(
         fingerprint: That of the operator that loads them.
         space: Its parameters.
         options: Its options.
+        check_numbers: Whether NaN and infinite values are refused, for which all are read.
 
     Raises:
         ValueError: If the state has other contents, or is of other parameters, options or loss; if
             it is damaged.
     """
-    saved = from_state(state, FORMAT, Saved, space.device)
+    saved = from_state(state, FORMAT, Saved, space.device, check_numbers)
     check_equal("saved state", saved.fingerprint, fingerprint)
     sums = FactorSums(space, options).with_uses(Uses(frozenset(saved.known), saved.unknown))
     return replace(

@@ -1,6 +1,6 @@
 """Sums over data of which the blocks of an approximation are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from curvlinops.operators.kfac.blocks import (
     COUNTS,
     INPUT_COUNT,
     INPUTS,
+    MATRIX,
+    MOMENT,
     WEIGHT,
     Block,
     Key,
@@ -20,6 +22,7 @@ from curvlinops.operators.kfac.blocks import (
     plan_blocks,
 )
 from curvlinops.operators.kfac.options import Fallback, Options
+from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
 
@@ -49,6 +52,8 @@ class FactorSums:
         num_batches: The number of batches, of the rank that had most.
         scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
             sums.
+        ranks: The processes that compute the sums together.
+        owners: The rank that has the sums of a parameter; empty if all ranks have all.
     """
 
     space: ParameterSpace
@@ -59,6 +64,8 @@ class FactorSums:
     bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
     scale: float | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    owners: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def weight(self) -> Tensor | float:
@@ -110,6 +117,61 @@ class FactorSums:
             ):
                 raise ChangedError(name)
         return after
+
+    # --- some of the parameters
+
+    def units(self) -> list[list[str]]:
+        """Return the parameters in groups whose blocks have no sum in common."""
+        return units(self.uses, self.space.names, map(_names, self.tensors))
+
+    def part(self, names: Collection[str]) -> "FactorSums":
+        """Return what concerns some parameters, which must have no sum in common with others."""
+        known = frozenset(use for use in self.uses.known if use.name in names)
+        unknown = {name: x for name, x in self.uses.unknown.items() if name in names}
+        return replace(
+            self,
+            space=self.space.restricted(list(names)),
+            uses=Uses(known, unknown),
+            blocks=tuple(block for block in self.blocks if block.names[0] in names),
+            tensors={
+                key: x
+                for key, x in self.tensors.items()
+                if key == WEIGHT or not _names(key).isdisjoint(names)
+            },
+            bases={views: x for views, x in self.bases.items() if views[0].name in names},
+            owners={name: rank for name, rank in self.owners.items() if name in names},
+        )
+
+    @classmethod
+    def beside(
+        cls, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
+    ) -> "FactorSums":
+        """Return what is in several parts, which concern different parameters.
+
+        Args:
+            parts: The parts, of the same data.
+            space: All parameters.
+            options: The options of the approximation.
+
+        Raises:
+            ValueError: If the parts are of different data.
+        """
+        all_of, seen = cls(space, options), set[tuple]()
+        for part in parts:
+            all_of.ranks, all_of.owners = part.ranks, {**all_of.owners, **part.owners}
+            seen.add((part.num_batches, float(part.weight)))
+            all_of.uses = all_of.uses.union(part.uses)
+            all_of.tensors |= part.tensors
+            all_of.bases |= part.bases
+            all_of.num_batches, all_of.scale = part.num_batches, part.scale
+        if len(seen) > 1:
+            raise ValueError(
+                "The data was not the same in all passes for parts of the factors: numbers of "
+                f"batches and weights were {sorted(seen)}. Give the same data in each pass, and "
+                "compute all factors anew (with resume=False if they are in a directory)."
+            )
+        all_of.blocks = plan_blocks(all_of.uses, space.shapes, options)
+        return all_of
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""
@@ -185,13 +247,69 @@ class FactorSums:
             both.tensors[key] = out.add_(old, alpha=of_old)
         return both
 
-    def over(self, ranks: Ranks) -> "FactorSums":
-        """Return the sums over the data of all ranks, which have the same blocks."""
-        tensors = ranks.add_all(self.tensors, self.space.device)
-        return replace(self, tensors=tensors, num_batches=ranks.largest(self.num_batches))
+    # --- several processes
+
+    def is_here(self, name: str) -> bool:
+        """Return whether this rank has the sums of a parameter."""
+        return self.owners.get(name, self.ranks.rank) == self.ranks.rank
+
+    def distributed(self, keys: Iterable[Key]) -> "FactorSums":
+        """Return the sums with an owner for each parameter; those of others stay for now.
+
+        Args:
+            keys: The keys of the sums of all ranks.
+        """
+        groups = units(self.uses, self.space.names, map(_names, keys))
+        new = [group for group in groups if self.owners.keys().isdisjoint(group)]
+        sizes = [num_entries(self.uses, group, self.space.shapes) for group in new]
+        owners = dict(self.owners)
+        for group, rank in zip(new, among(sizes, self.ranks.size), strict=True):
+            owners |= dict.fromkeys(group, rank)
+        for group in groups:  # one that was joined to another later on
+            known = [owners[name] for name in group if name in owners]
+            owners |= dict.fromkeys(set(group) - owners.keys(), known[0])
+        return replace(self, owners=owners)
+
+    def holders(self, key: Key) -> Sequence[int]:
+        """Return the ranks that have a sum."""
+        if not self.owners or key == WEIGHT:
+            return range(self.ranks.size)
+        return sorted({self.owners[name] for name in _names(key)})
+
+    def over_ranks(self, partition: bool) -> "FactorSums":
+        """Return the sums over the data of all ranks, which have the same blocks.
+
+        Args:
+            partition: Whether each rank gets a part of the sums.
+        """
+        ranks = self.ranks
+        keys = {key: None for each in ranks.gather_objects(list(self.tensors)) for key in each}
+        sums = self.distributed(keys) if partition else self
+        tensors = ranks.add_all(self.tensors, self.space.device, sums.holders)
+        return replace(sums, tensors=tensors, num_batches=ranks.largest(self.num_batches))
+
+    def own(self) -> "FactorSums":
+        """Return the sums that this rank has to keep."""
+        tensors = {
+            key: x for key, x in self.tensors.items() if self.ranks.rank in self.holders(key)
+        }
+        bases = {views: x for views, x in self.bases.items() if self.is_here(views[0].name)}
+        return replace(self, tensors=tensors, bases=bases)
 
     def to(self, space: ParameterSpace) -> "FactorSums":
         """Return the sums on the device of a space."""
         tensors = {key: tensor.to(space.device) for key, tensor in self.tensors.items()}
         bases = {key: basis.map(lambda x: x.to(space.device)) for key, basis in self.bases.items()}
         return replace(self, space=space, tensors=tensors, bases=bases)
+
+
+def _names(key: Key) -> set[str]:
+    """Return the parameters to whose blocks a sum belongs."""
+    of, kind = key
+    if key == WEIGHT:
+        return set()
+    if kind == MATRIX:
+        return {of}
+    if kind in (INPUTS, INPUT_COUNT, MOMENT):
+        return {part.name for part in of}
+    return {of.name, of.partner.name} if of.shares_gradients else {of.name}

@@ -1,0 +1,66 @@
+"""Which parameters' factors belong together, and the passes and processes that compute them."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+from curvlinops.operators.kfac.blocks import Uses
+
+
+def units(
+    uses: Uses, names: Sequence[str], together: Iterable[Collection[str]] = ()
+) -> list[list[str]]:
+    """Return the parameters in groups whose blocks have no factor in common.
+
+    Args:
+        uses: The uses of the parameters.
+        names: All parameters.
+        together: Further parameters that belong together.
+    """
+    groups = [{use.name, use.partner.name} for use in uses.known if use.partner is not None]
+    group_of = {name: {name} for name in names}
+    for group in (*groups, *together):
+        union = set().union(*(group_of[name] for name in group))
+        group_of |= dict.fromkeys(union, union)
+    members: dict[int, list[str]] = {}
+    for name in names:
+        members.setdefault(id(group_of[name]), []).append(name)
+    return list(members.values())
+
+
+def num_entries(uses: Uses, names: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return about how many numbers the factors of some parameters have."""
+    sizes = {
+        (use.shape.groups, size)
+        for use in uses.known
+        if use.name in names and use.shape is not None
+        for size in (use.shape.outputs, 1 if use.shape.is_bias else use.shape.inputs)
+    }
+    return sum(prod(shapes[name]) for name in names) + sum(g * size**2 for g, size in sizes)
+
+
+def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> list[list[str]]:
+    """Divide groups of parameters into at most ``num`` parts of neighbors of about equal size."""
+    total, parts = sum(sizes), dict[int, list[str]]()
+    for group, size, end in zip(groups, sizes, accumulate(sizes), strict=True):
+        middle = end - size / 2
+        parts.setdefault(min(int(middle * num / max(total, 1)), num - 1), []).extend(group)
+    return list(parts.values())
+
+
+def among(sizes: Sequence[int], num: int) -> list[int]:
+    """Assign tasks to processes, the largest ones first to the process that has least.
+
+    Args:
+        sizes: The numbers of entries of each task's factors, of which it takes about the power 1.5
+            in time to decompose them. Memory and time count equally.
+        num: The number of processes.
+    """
+    costs = [
+        size / max(sum(sizes), 1) + size**1.5 / max(sum(x**1.5 for x in sizes), 1) for size in sizes
+    ]
+    loads, owners = [0.0] * num, [0] * len(sizes)
+    for task in sorted(range(len(sizes)), key=lambda task: -costs[task]):
+        owners[task] = loads.index(min(loads))
+        loads[owners[task]] += costs[task]
+    return owners
