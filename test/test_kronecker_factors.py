@@ -172,6 +172,19 @@ def test_gradient_factors(name: str, reduce: bool, diagonal: bool):
     close(gradient_factor(gradients, reduce, diagonal), expected)
 
 
+@pytest.mark.parametrize("num", [1, 3, 40])
+@pytest.mark.parametrize("name", CASES)
+def test_products_with_columns(name: str, num: int):
+    for gradient in dense(name)[0]:
+        columns = draw(num, *gradient.shape)
+        rows = gradient.rows(slice(None)).flatten(2)
+        expected = rows @ columns.flatten(1).T
+        close(gradient.products(columns), expected)
+        positions = gradient.products_by_position(columns)
+        if positions is not None:
+            close(positions.sum(2), expected)
+
+
 def orthogonal(groups: int, size: int) -> Tensor:
     return torch.linalg.qr(draw(groups, size, size))[0]
 

@@ -1,6 +1,6 @@
 """Tables whose rows, or entries, are looked up."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -10,7 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
-from curvlinops.layers.gradients import BYTES, Entries, PerSampleGradient
+from curvlinops.layers.gradients import BYTES, Entries, LowRank, PerSampleGradient, dense
 from curvlinops.layers.rules import Use, handles
 
 
@@ -191,6 +191,22 @@ class EmbeddingGradient(FactoredGradient):
     def sum_over_samples(self) -> Tensor:
         """Return the sum, in memory proportional to the table."""
         return self._table(self.g)
+
+    def products(self, columns: Tensor | LowRank) -> Tensor:
+        """Return the inner products; only rows that were looked up count."""
+        parts = self._products_of_positions(columns)
+        return torch.cat([products.sum(2) for products in parts], dim=1)
+
+    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
+        """Return what each lookup adds to the inner products, ``[V, N, S, K]``."""
+        return torch.cat(list(self._products_of_positions(columns)), dim=1)
+
+    def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+        """Yield what each lookup of some samples adds, ``[V, n, S, K]``."""
+        tables = self.entries.read(dense(columns)).reshape(-1, self.num_rows, self.g.shape[-1])
+        for some in self.slices(self.g[0, 0].numel() * len(tables)):
+            looked_up = tables[:, self.indices[some]]
+            yield torch.einsum("vnsi,knsi->vnsk", self.g[:, some], looked_up)
 
     def squared_norms(self) -> Tensor:
         """Return the squared norms; only rows that were looked up count."""

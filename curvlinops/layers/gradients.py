@@ -50,6 +50,34 @@ class Entries(NamedTuple):
         out = self.view.spread(values.flatten(0, 1), prod(self.shape))
         return out.reshape(*values.shape[:2], *self.shape)
 
+    def read(self, tensors: Tensor) -> Tensor:
+        """Return the entries of tensors ``[K, *shape]``, ``[K, n]``."""
+        entries = self.view.of(tensors.reshape(len(tensors), prod(self.shape)))
+        return entries.reshape(len(tensors), self.view.size)
+
+
+class LowRank(NamedTuple):
+    """K matrices ``[out, in]`` of a parameter's shape, with ``in`` all axes but the first.
+
+    Attributes:
+        left: ``[K, out, r]``.
+        right: ``[K, r, in]``.
+        shape: The parameter's shape.
+    """
+
+    left: Tensor
+    right: Tensor
+    shape: tuple[int, ...]
+
+    def dense(self) -> Tensor:
+        """Return the products ``left @ right``, ``[K, *shape]``."""
+        return (self.left @ self.right).reshape(-1, *self.shape)
+
+
+def dense(columns: Tensor | LowRank) -> Tensor:
+    """Return tensors ``[K, *shape]``."""
+    return columns.dense() if isinstance(columns, LowRank) else columns
+
 
 class PerSampleGradient(ABC):
     """Gradients ``[V, N, *parameter]``, not necessarily written down.
@@ -121,6 +149,15 @@ class PerSampleGradient(ABC):
         )
         return self.entries.spread(total[None, None])[0, 0]
 
+    def products(self, columns: "Tensor | LowRank") -> Tensor:
+        """Return the inner products with K tensors ``[K, *shape]``, ``[V, N, K]``."""
+        entries = self.entries.read(dense(columns)).T
+        return torch.cat([_flat(self.values(some)) @ entries for some in self.slices()], dim=1)
+
+    def products_by_position(self, columns: "Tensor | LowRank") -> Tensor | None:
+        """Return what each of S positions adds to ``products``, ``[V, N, S, K]``, if it has any."""
+        return None
+
     def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
         """Return whether ``inner_products`` are cheaper than inner products of gradients."""
         return False
@@ -172,6 +209,10 @@ class GradientSum(PerSampleGradient):
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
         return sum(summand.rows(samples) for summand in self._summands)
+
+    def products(self, columns: "Tensor | LowRank") -> Tensor:
+        """Return the inner products: the sum of those of the summands."""
+        return total(summand.products(columns) for summand in self._summands)
 
     def to(self, dtype: torch.dtype) -> "GradientSum":
         """Return the same gradients in another dtype."""

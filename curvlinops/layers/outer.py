@@ -5,11 +5,22 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
-from curvlinops.layers.gradients import Entries, PerSampleGradient, squared_sum, total
+from curvlinops.layers.gradients import (
+    Entries,
+    LowRank,
+    PerSampleGradient,
+    dense,
+    squared_sum,
+    total,
+)
 from curvlinops.layers.inputs import Inputs, StoredInputs
+
+#: How much longer it takes to copy a number than to multiply it in a matrix product.
+_COPY = 16
 
 
 class OuterProducts(FactoredGradient):
@@ -104,6 +115,54 @@ class OuterProducts(FactoredGradient):
             for some in self.slices(16 * self.num_inputs)  # the product copies both factors
         )
         return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
+
+    def products(self, columns: Tensor | LowRank) -> Tensor:
+        """Return the inner products, position by position if gradients need not be formed."""
+        N, S = self.num_samples, self.num_positions
+        K = len(columns.left if isinstance(columns, LowRank) else columns)
+        # products with all entries, and copies: of columns for a batch, or of gradients
+        by_position = N * S * K + _COPY * K <= N * (S + K) + _COPY * N
+        if not (by_position or self._factors(columns)) or self.x.prefers_convolution(self.g):
+            return super().products(columns)
+        parts = self._products_of_positions(columns)
+        return torch.cat([products.sum(2) for products in parts], dim=1)
+
+    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
+        """Return what each position adds to the inner products, ``[V, N, S, K]``."""
+        return torch.cat(list(self._products_of_positions(columns)), dim=1)
+
+    def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+        """Yield what each position of some samples adds, ``[V, n, S, K]``."""
+        factors = self._factors(columns)
+        if factors is not None:
+            left, right = factors  # [K, O, r], [K, r, I]
+            K, _, rank = left.shape
+            size = self.num_positions * K * rank * (1 + self.num_vectors)
+            for some in self.slices(size + self.num_inputs):
+                g = self.g[:, some].squeeze(3) @ rearrange(left, "k o r -> o (k r)")
+                x = self.x[some].squeeze(2) @ rearrange(right, "k r i -> i (k r)")
+                yield (g * x).unflatten(-1, (K, rank)).sum(-1)
+            return
+        groups, inputs = self.x.shape[2:]
+        matrices = self.entries.read(dense(columns))
+        matrices = matrices.reshape(-1, groups, self.g.shape[-1], inputs)
+        size = self.num_positions * len(matrices) * groups * inputs * self.num_vectors
+        for some in self.slices(size + self.num_inputs):
+            products = torch.einsum("vnsgo,kgoi->vnskgi", self.g[:, some], matrices)
+            yield torch.einsum("vnskgi,nsgi->vnsk", products, self.x[some])
+
+    def _factors(self, columns: Tensor | LowRank) -> tuple[Tensor, Tensor] | None:
+        """Return factors of low rank of matrices ``[O, I]``; ``None`` if there are none."""
+        if not isinstance(columns, LowRank) or self.x.shape[2] != 1:
+            return None
+        outputs, inputs = self.g.shape[-1], self.x.shape[3]
+        size, view, (left, right, _) = prod(self.shape), self.entries.view, columns
+        if view.is_all(size) and left.shape[1] == outputs:
+            return left, right
+        turned = view.undo_permutation((inputs, outputs), (1, 0))
+        if turned is not None and turned.is_all(size) and left.shape[1] == inputs:
+            return right.mT, left.mT
+        return None
 
     @property
     def num_inputs(self) -> int:

@@ -1,16 +1,22 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.layers.gradients import PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.vectors import to_columns
 from curvlinops.losses.base import DependentLossError
+from curvlinops.operators.origin import identity_of, origin_of
 from curvlinops.operators.rows import (
     AddRows,
     RowMaps,
@@ -28,12 +34,17 @@ from curvlinops.operators.sample_rows import (
     loss_gradient,
     multiply,
     num_rows,
+    products,
+    products_by_position,
     rows_of,
 )
+from curvlinops.operators.scores import LowRankColumns, ScoreFile, check_positions
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.derivatives import JVP
-from curvlinops.support.arguments import check_choice
+from curvlinops.risk.linearization import linearization_of
+from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.digest import checksum, digest
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_modes import in_default_modes
@@ -208,7 +219,149 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             columns = rows
         return self._vjp(columns, self._all, names)
 
+    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
+        num_columns = next(iter(columns.values())).shape[0]
+        # graphs are kept, and cheaper for one column of a small net
+        if linearization_of(self) is not None or num_columns < 2:
+            return super()._push(columns, rows)
+        out = rows.zeros(num_columns)
+        for batch_rows, scores in self._products("matmat", columns, by_position=False):
+            out[""][:, batch_rows] = scores.T
+        self._check_finite(out)
+        return out
+
+    def _products(
+        self,
+        description: str,
+        columns: Mapping[str, Tensor | LowRank],
+        by_position: bool,
+        first: int = 0,
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the products with columns, batch by batch, ``[M, K]`` or ``[M, T, K]``.
+
+        Args:
+            description: The purpose of the pass, for the progress bar.
+            columns: The columns by parameter, ``[K, *shape]``.
+            by_position: Whether the positions of sequences are apart.
+            first: The number of batches that are left out at the beginning.
+        """
+        with self._batches(description) as batches:
+            slices = RowSlices(self._all.dim)
+            for number, problem in enumerate(slices.of(batches)):
+                if number < first:
+                    slices.next(self._lengths[problem.batch.index])
+                    continue
+                if by_position:
+                    scores = products_by_position(problem, columns, type(self).__name__)
+                else:
+                    scores = products(self._rows_of(problem), columns)
+                yield slices.next(len(scores)), scores
+
     # --- beyond products
+
+    @in_default_modes
+    def scores(
+        self, P: Any, out: str | Path | None = None, per_position: bool = False
+    ) -> Tensor | np.ndarray:
+        """Return the inner products of the rows with K vectors, ``[N, K]``: ``rows @ P``.
+
+        They are computed layer by layer, without the rows. With preconditioned gradients of queries
+        as vectors they are influence functions.
+
+        Args:
+            P: A vector ``[D]``, K vectors as columns ``[D, K]``, a list or dictionary of tensors
+                ``[*shape, K]``, or the result of ``low_rank``.
+            out: The path of a ``.npy`` file to which the scores are written batch by batch. It is
+                returned as a read-only array, mapped to memory. If a run is killed, the same call
+                continues it. Then parameters, buffers, vectors, options and the first batch must be
+                the same, which is checked.
+            per_position: Whether to return what each of a sequence's T positions adds,
+                ``[N, T, K]``: the inner products with the part of the gradient that goes through
+                the layers at this position. Their sum over positions is the sequence's score. Rows
+                for single terms (``terms="term"``) are another quantity: the gradients of the terms
+                at one position, through all positions before.
+
+        Returns:
+            A tensor, without the last axis if P is one vector; a NumPy array if P is one.
+
+        Raises:
+            ValueError: If P does not fit, ``out`` is the file of something else, or a layer does
+                not have the sequence's positions.
+        """
+        if isinstance(P, LowRankColumns):
+            columns, is_vector, is_numpy = P.columns, False, False
+            if P.shapes != dict(self.domain.shapes):
+                raise ValueError("The vectors of low rank are of other parameters than the rows.")
+        else:
+            columns, from_columns = to_columns(P, self.domain)
+            is_numpy = isinstance(P, np.ndarray)
+            written = from_columns(self.codomain.zeros(1), self.codomain)
+            is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
+        if per_position and self.terms == "term":
+            raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+        settings = {} if out is None else self._score_settings(columns, per_position)
+        file = None if out is None else ScoreFile(out, settings)
+        first, num_rows = 0 if file is None else file.num_batches, self.shape[0]
+        found: Tensor | None = None
+        by_batch = self._products("scores", columns, per_position, first)
+        for number, (batch_rows, scores) in enumerate(by_batch, first):
+            chosen, own = self._chosen_of(batch_rows)
+            scores = scores if own is None else scores[own]
+            scores = scores[..., 0] if is_vector else scores
+            self._check(scores)
+            if file is not None:
+                file.write(chosen.cpu().numpy(), scores, num_rows)
+                continue
+            if found is None:
+                found = scores.new_zeros(num_rows, *scores.shape[1:])
+            check_positions(found.shape[1:], scores.shape[1:], number)
+            found[chosen] = scores
+        if file is not None:
+            return file.result()
+        return found.cpu().numpy() if is_numpy else found
+
+    def _chosen_of(self, batch_rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Return where wanted rows of a batch are in the result, and which rows of it they are."""
+        if self._indices is None:
+            return torch.arange(batch_rows.start, batch_rows.stop, device=self.device), None
+        is_own = (self._indices >= batch_rows.start) & (self._indices < batch_rows.stop)
+        return is_own.nonzero()[:, 0], self._indices[is_own] - batch_rows.start
+
+    def _score_settings(self, columns: Mapping[str, Any], per_position: bool) -> dict[str, Any]:
+        """Return what scores depend on, as plain values."""
+        indices = None if self._indices is None else int(checksum(self._indices))
+        parts = (x[:2] if isinstance(x, LowRank) else [x] for x in columns.values())
+        tensors = list(chain.from_iterable(parts))
+        vectors = [(list(shape), x) for shape, _, x in digest(tensors)]
+        return {
+            "parameters": tuple(self.domain.shapes.items()),
+            "dtype": str(self.torch_dtype),
+            "loss": identity_of(self.risk.loss),
+            "the number of rows": self.shape[0],
+            "terms": self.terms,
+            "subsampling": indices,
+            "per_position": per_position,
+            "the vectors": vectors,
+        } | origin_of(self)
+
+    @in_default_modes
+    def low_rank(self, P: Any, rank: int) -> LowRankColumns:
+        """Return vectors whose matrices are replaced by the nearest ones of low rank.
+
+        Scores with them take less time, and they take less memory. A parameter ``[out, *in]`` is a
+        matrix ``[out, in]``; vectors, and matrices with no larger rank, stay as they are. A score's
+        error is at most ``relative_error`` times the norms of row and vector. Singular values below
+        about the root of the dtype's rounding error are not told apart.
+
+        Grosse et al., Studying large language model generalization with influence functions, 2023,
+        arXiv:2308.03296, section 3.2.2.
+
+        Args:
+            P: See ``scores``.
+            rank: The rank r. A matrix takes ``r (out + in)`` numbers.
+        """
+        columns, _ = to_columns(P, self.domain)
+        return LowRankColumns(columns, check_count("rank", rank))
 
     @in_default_modes
     def dense(self) -> Tensor:

@@ -1,6 +1,6 @@
 """The rows of a batch: gradients of the losses of its samples, or of its terms."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,12 +8,17 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.layers.fallback import LossesOneByOne
-from curvlinops.layers.gradients import Piece, write_rows
+from curvlinops.layers.gradients import LowRank, Piece, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.losses.base import DependentLossError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.norms import wide
+
+_NO_POSITIONS = (
+    "Scores by position need layers that see each position of the sequences once: leave the others "
+    "out of params, or ask for per_position=False."
+)
 
 #: The gradients of V vectors and N samples, and a function that returns the view ``[V, N, *]`` of
 #: rows ``[M, *]`` that belongs to them.
@@ -95,6 +100,82 @@ def _by_term(
             return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
 
         yield samples.backward(u.to(output.dtype)), view
+
+
+# --- inner products with vectors
+
+
+def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tensor:
+    """Return the products of rows with K columns, layer by layer, ``[M, K]``.
+
+    Args:
+        rows: The rows.
+        columns: The columns by parameter, ``[K, *shape]``. Others are zero.
+    """
+    num_columns, like = _num_columns(columns)
+    out = like.new_zeros(rows.num_rows, num_columns)
+    for pieces, view in rows.gradients:
+        for samples, gradients in pieces:
+            for name in list(gradients):  # they are freed on the way
+                gradient = gradients.pop(name).to(like.dtype)
+                if name in columns:
+                    view(out)[:, samples] += gradient.products(columns[name])
+    return out
+
+
+def products_by_position(
+    problem: BatchProblem, columns: Mapping[str, Tensor | LowRank], name: str
+) -> Tensor:
+    """Return what each of a sequence's T positions adds to ``products``, ``[N, T, K]``.
+
+    Args:
+        problem: Model and loss on the batch.
+        columns: The columns by parameter, ``[K, *shape]``. Others are zero.
+        name: Names the operator in messages.
+
+    Raises:
+        ValueError: If a layer does not have the sequence's positions.
+    """
+    if problem.loss_needs_graph:
+        raise ValueError(f"The loss is no function of the output alone. {_NO_POSITIONS}")
+    samples = problem.rules(SampleBackward, name, True).capture(problem)
+    if samples.fallbacks:
+        raise ValueError(
+            f"No layer's rule is known for {', '.join(map(repr, samples.fallbacks))}. "
+            f"{_NO_POSITIONS}"
+        )
+    gradient = loss_gradient(problem, samples.output).unsqueeze(0).to(samples.output.dtype)
+    (num_columns, like), out, first = _num_columns(columns), None, ""
+    for contribution in samples.by_use(gradient, last=True):
+        parameter = contribution.name
+        if parameter not in columns:
+            continue
+        products = None
+        if not contribution.is_unassigned:
+            gradients = contribution.gradient.to(like.dtype)
+            products = gradients.products_by_position(columns[parameter])
+        if products is None:
+            raise ValueError(
+                f"The layer of parameter '{parameter}' has no positions, as normalization layers "
+                f"have none. {_NO_POSITIONS}"
+            )
+        if out is None:
+            out, first = products[0], parameter
+        elif out.shape != products.shape[1:]:
+            raise ValueError(
+                f"The layer of parameter '{parameter}' has {products.shape[2]} positions for each "
+                f"sample, that of '{first}' {out.shape[1]}. {_NO_POSITIONS}"
+            )
+        else:
+            out = out + products[0]
+    return like.new_zeros(samples.num_samples, 0, num_columns) if out is None else out
+
+
+def _num_columns(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
+    """Return the number of columns, and a tensor of their dtype and device."""
+    column = next(iter(columns.values()))
+    like = column.left if isinstance(column, LowRank) else column
+    return len(like), like
 
 
 # --- samples, terms, and the loss

@@ -12,8 +12,9 @@ import torch
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.layout import structure_of, with_matrices
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
-from curvlinops.operators.kfac.storage import check_equal, pack, unpack
+from curvlinops.operators.kfac.storage import pack, unpack
 from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.operators.origin import check_equal, plain
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.base import FORMAT as STRUCTURED
 from curvlinops.structured.base import StructuredLinearOperator
@@ -79,7 +80,7 @@ class FactorDirectory:
         Raises:
             ValueError: If they differ, naming the first difference.
         """
-        check_equal(f"directory {self.path}", self._manifest["settings"], _plain(settings))
+        check_equal(f"directory {self.path}", self._manifest["settings"], plain(settings))
 
     def begin(self, settings: dict[str, Any], parts: list[list[str]]) -> None:
         """Begin anew.
@@ -90,7 +91,7 @@ class FactorDirectory:
         """
         old = [block["file"] for block in self._blocks()]
         parts = [{"names": names} for names in parts]
-        self._manifest = {"format": FORMAT, "settings": _plain(settings), "parts": parts}
+        self._manifest = {"format": FORMAT, "settings": plain(settings), "parts": parts}
         with self._ranks.raise_on_all_ranks():
             if self._ranks.rank == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -198,8 +199,3 @@ def load(
         return FactorDirectory(source).structure(as_device(device))
     state = source if isinstance(source, Mapping) else read_state(source)
     return from_state(state, STRUCTURED, StructuredLinearOperator, as_device(device))
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as they are read from JSON."""
-    return json.loads(json.dumps(settings))

@@ -45,14 +45,13 @@ from curvlinops.operators.kfac.options import (
 )
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.operators.origin import origin_of
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
-from curvlinops.risk.distributed import checksums_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count, check_keywords
-from curvlinops.support.digest import digest
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -216,7 +215,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return the directory with some of its parts complete, or none."""
         if self.directory is None:
             return None
-        directory, settings = FactorDirectory(self.directory, self.risk.ranks), self._origin()
+        directory = FactorDirectory(self.directory, self.risk.ranks)
+        settings = self._fingerprint() | {"mc_samples": self.mc_samples, "seed": self.seed}
+        settings |= origin_of(self)
         if not (resume and directory.parts):
             directory.begin(settings, self._parts())
             return directory
@@ -227,19 +228,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"{error} With resume=False all factors are computed anew, and replace these."
             ) from error
         return directory
-
-    def _origin(self) -> dict[str, Any]:
-        """Return what the factors depend on, as plain values."""
-        first: list[tuple] = []
-        with self._on_all_ranks("first batch"), self._batches("first batch") as problems:
-            for problem in islice(problems, 1):
-                first = digest((problem.batch.X, problem.batch.y))
-        batches = self.risk.ranks.gather_objects(
-            [(shape, str(dtype), x) for shape, dtype, x in first]
-        )
-        values = {f"the values of {name}": x for name, x in checksums_of(self.risk).items()}
-        options = {"mc_samples": self.mc_samples, "seed": self.seed, "the first batch": batches}
-        return self._fingerprint() | options | values
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
