@@ -53,6 +53,7 @@ from curvlinops.operators.kfac.kfac import KFACLinearOperator
 from curvlinops.operators.kfac.options import FisherType, KFACType
 from curvlinops.operators.loss_along import LossAlong, loss_along
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.operators.scores import LowRankColumns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
@@ -95,6 +96,7 @@ __all__ = [
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
     "LossAlong",
+    "LowRankColumns",
     "MINRESInverseLinearOperator",
     "NegativeCurvatureError",
     "NeumannInverseLinearOperator",

@@ -27,6 +27,7 @@ READING_ORDER = (
     "tangent_kernel",
     "lora_gpt2",
     "influence_lora",
+    "influence_sequences",
     "model_merging",
 )
 #: Sections of docstrings whose entries a class inherits.

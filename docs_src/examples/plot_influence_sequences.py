@@ -3,8 +3,8 @@ Which training sequences does a language model owe a prediction to?
 ===================================================================
 
 We train a small GPT-2 on a made-up language and ask, for each of some queries, which training
-sequences lowered the loss of its answer most. The cause is known: for each query, a few sequences
-with the same fact are planted in the training data. Influence functions should rank these first.
+sequences lowered the loss of its answer most. The cause is known: a few sequences in the training
+data have the fact that the query asks for. Influence functions should rank these first.
 
 With the gradient :math:`g_q` of a query's loss and the gradients :math:`g_n` of the training
 sequences,
@@ -40,54 +40,45 @@ start = time.perf_counter()
 # Data
 # ----
 #
-# A sequence is noise with one fact in it: the separator, a subject, a relation, and the object that
-# belongs to these two. Most facts are random. For each query, ``num_copies`` sequences have the
-# fact that it asks for, amid other noise and at other positions.
+# A sequence is noise with one fact in it: the separator, a key, and the value of this key. Each
+# fact is in ``num_copies`` sequences, amid other noise and at other positions. As in instruction
+# tuning, the loss is that of the answer, the value, alone: other labels are -100. To know the value
+# of a key, the model must have learned from the sequences with this key.
 
-num_queries, num_copies, num_others = 8, 4, 96 if FAST else 480
-num_words, num_subjects, num_relations, num_objects, length = 32, 24, 4, 24, 16
-first_subject = num_words
-first_relation = first_subject + num_subjects
-first_object = first_relation + num_relations
-separator = first_object + num_objects
+num_facts, num_copies, num_queries, length = (12, 6, 4, 12) if FAST else (48, 6, 8, 12)
+num_words, num_values = 16, 12
+first_key = num_words
+first_value = first_key + num_facts
+separator = first_value + num_values
 vocabulary = separator + 1
+values = torch.randint(num_values, (num_facts,))
 
 
-def sequence(subject: int, relation: int, answer: int) -> torch.Tensor:
+def sequence(key: int) -> torch.Tensor:
     """Return words with a fact at a random position, ``[length]``."""
     tokens = torch.randint(num_words, (length,))
-    place = int(torch.randint(length - 4, ()))
-    fact = [separator, first_subject + subject, first_relation + relation, first_object + answer]
-    tokens[place : place + 4] = torch.tensor(fact)
+    place = int(torch.randint(length - 2, ()))
+    tokens[place : place + 3] = torch.tensor(
+        [separator, first_key + key, first_value + int(values[key])]
+    )
     return tokens
 
 
-def random(*sizes: int) -> list[int]:
-    """Return a random number below each of some sizes."""
-    return [int(torch.randint(size, ())) for size in sizes]
+train_sequences = [sequence(key) for key in range(num_facts) for _ in range(num_copies)]
+is_cause = torch.arange(len(train_sequences)) // num_copies == torch.arange(num_queries)[:, None]
 
 
-facts = [(q, q % num_relations, random(num_objects)[0]) for q in range(num_queries)]
-planted = [sequence(*fact) for fact in facts for _ in range(num_copies)]
-# other sequences have the queries' subjects with other relations only
-others = []
-while len(others) < num_others:
-    subject, relation, answer = random(num_subjects, num_relations, num_objects)
-    if (subject, relation) not in [fact[:2] for fact in facts]:
-        others.append(sequence(subject, relation, answer))
-train_sequences = planted + others
-is_planted = torch.arange(len(train_sequences)) // num_copies == torch.arange(num_queries)[:, None]
+def labeled(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return an entry of a batch, with the value as the only label."""
+    is_value = (tokens >= first_value) & (tokens < separator)
+    return {"input_ids": tokens, "labels": tokens.masked_fill(~is_value, -100)}
+
 
 # %%
-# A query is a fact amid new noise. Its loss is that of the object alone: the other labels are -100.
+# A query is one of the facts amid new noise.
 
-queries = []
-for fact in facts:
-    tokens = sequence(*fact)
-    labels = tokens.masked_fill(tokens < first_object, -100).masked_fill(tokens == separator, -100)
-    queries.append({"input_ids": tokens, "labels": labels})
-
-train_loader = DataLoader([{"input_ids": x, "labels": x} for x in train_sequences], batch_size=32)
+queries = [labeled(sequence(key)) for key in range(num_queries)]
+train_loader = DataLoader([labeled(x) for x in train_sequences], batch_size=32)
 query_loader = DataLoader(queries, batch_size=num_queries)
 
 # %%
@@ -105,7 +96,7 @@ config = GPT2Config(
 )
 model = GPT2LMHeadModel(config).eval()  # without dropout
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-num_epochs = 10 if FAST else 40
+num_epochs = 8
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, num_epochs)
 for _ in range(num_epochs):
     for batch in DataLoader(train_loader.dataset, batch_size=32, shuffle=True):
@@ -116,17 +107,14 @@ for _ in range(num_epochs):
 
 with torch.no_grad():
     query_loss = model(**next(iter(query_loader))).loss
-print(
-    f"loss of an answer: {query_loss:.2f}, that of a guess: {torch.tensor(num_objects).log():.2f}"
-)
+print(f"loss of an answer: {query_loss:.2f}, that of a guess: {torch.tensor(num_values).log():.2f}")
 
 # %%
 # Influence
 # ---------
 #
 # As usual for transformers, we take the layers of attention and MLP, whose blocks are Kronecker
-# products. A mean over all tokens has a small curvature, so the damping is relative to the mean
-# eigenvalue of EKFAC.
+# products. The damping is relative to the mean eigenvalue of EKFAC.
 
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(".attn." in name or ".mlp." in name)
@@ -142,25 +130,33 @@ with TemporaryDirectory() as directory:
         directory=directory,
         module_partitions=2,
     )
-    damping = 0.1 * float(E.trace()) / E.shape[0]
+    damping = 0.01 * float(E.trace()) / E.shape[0]
     preconditioned = E.inverse(damping) @ query_rows.dense().T  # [D, queries]
 
 scores = rows.scores(preconditioned).T  # [queries, sequences]
 
 # %%
-# How many of the planted sequences are among the ``num_copies`` of highest score? For comparison:
-# the same with inner products of gradients, without the inverse.
+# How many of the sequences with the query's fact are among the ``num_copies`` of highest score? And
+# has the first one the fact? For comparison: inner products of gradients, without the inverse.
 
 
 def found(scores: torch.Tensor) -> float:
-    """Return the share of planted sequences that rank first."""
+    """Return the share of sequences with the fact that rank first."""
     best = scores.topk(num_copies, dim=1).indices
-    return float(is_planted.gather(1, best).float().mean())
+    return float(is_cause.gather(1, best).float().mean())
+
+
+def num_first(scores: torch.Tensor) -> int:
+    """Return the number of queries for which the first sequence has the fact."""
+    return int(is_cause.gather(1, scores.argmax(1, keepdim=True)).sum())
 
 
 plain = rows.scores(query_rows.dense().T).T
-print(f"planted sequences that rank first, EKFAC: {found(scores):.0%}")
-print(f"planted sequences that rank first, inner products of gradients: {found(plain):.0%}")
+by_chance = num_copies / len(train_sequences)
+for name, found_by in {"EKFAC": scores, "inner products of gradients": plain}.items():
+    print(f"{name}: {found(found_by):.0%} of the sequences with the fact rank first,")
+    print(f"    and the first one has it for {num_first(found_by)} of {num_queries} queries")
+print(f"by chance: {by_chance:.0%}")
 
 # %%
 # Scores of tokens
@@ -172,10 +168,9 @@ print(f"planted sequences that rank first, inner products of gradients: {found(p
 best = int(scores[0].argmax())
 tokens = rows.scores(preconditioned[:, 0], per_position=True)[best]
 torch.testing.assert_close(tokens.sum(), scores[0, best], rtol=1e-3, atol=1e-3)
-is_fact = train_sequences[best][:-1] >= num_words
-print(
-    f"share of the fact's positions in the absolute scores: {tokens[is_fact].abs().sum() / tokens.abs().sum():.0%}"
-)
+is_fact = train_sequences[best] >= num_words
+share = tokens[is_fact].abs().sum() / tokens.abs().sum()
+print(f"share of the fact's three positions in the absolute scores: {share:.0%}")
 
 # %%
 # Low rank
@@ -194,23 +189,21 @@ for rank in ranks:
     correlations.append(float(torch.corrcoef(pair)[0, 1]))
     errors.append(float(low_rank.relative_error.mean()))
     shares.append(found(approximate))
-    print(
-        f"rank {rank}: correlation {correlations[-1]:.3f}, error {errors[-1]:.2f}, found {shares[-1]:.0%}"
-    )
+    print(f"rank {rank}: correlation {correlations[-1]:.3f}, found {shares[-1]:.0%}")
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5))
 left.hist(
-    [scores[is_planted].numpy(), scores[~is_planted].numpy()],
+    [scores[is_cause].numpy(), scores[~is_cause].numpy()],
     bins=30,
     density=True,
-    label=["planted", "other"],
+    label=["same fact", "other facts"],
 )
 left.set(xlabel="score", yscale="log", title="Scores of training sequences")
 left.legend()
 right.plot(ranks, correlations, "o-", label="correlation with exact scores")
 right.plot(ranks, errors, "s--", label="relative error of queries")
-right.plot(ranks, shares, "^:", label="planted sequences found")
+right.plot(ranks, shares, "^:", label="sequences with the fact that rank first")
 right.set(xlabel="rank", xscale="log", ylim=(0, 1.05), title="Low-rank queries")
 right.legend()
 figure.tight_layout()

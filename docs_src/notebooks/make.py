@@ -25,6 +25,7 @@ NAMES = [
     "laplace",
     "influence",
     "influence_lora",
+    "influence_sequences",
     "tangent_kernel",
     "lora_gpt2",
     "resnet_training",
