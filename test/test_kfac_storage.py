@@ -629,3 +629,13 @@ def test_layers_with_the_same_inputs_share_a_factor(
         assert error(matrix(first), before) <= 1e-12
         last.update(data[0])
         assert error(matrix(last), before) <= 1e-12
+
+
+def test_layers_in_half_precision_share_a_factor():
+    torch.manual_seed(0)
+    linear = {name: nn.Linear(3, 3) for name in ("embed", "q", "k", "v", "head")}
+    model = Using(attention, **linear).bfloat16()
+    X = {"x": torch.randn(4, 4, 3).bfloat16(), "own": False}
+    params = list(model.parameters())
+    K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(X, torch.randint(3, (4,)))])
+    assert K.input_covariances["q"].data_ptr() == K.input_covariances["v"].data_ptr()

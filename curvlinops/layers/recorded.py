@@ -332,13 +332,22 @@ class RecordedBatch:
             by_position: Whether gradients of biases are not written down.
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
+        shared: dict[tuple, tuple[Tensor, Tensor]] = {}
         for recorded in self.uses:
             use, is_assigned = recorded.use, by_sample and recorded.rows is not None
             pattern, count = (recorded.rows, self.num_samples) if is_assigned else (ALL_ROWS, 1)
             num_axes = len(use.row_shape)
             g = use.to_rows(outputs.pop(recorded))
             g = wide(to_front(g, pattern, count, num_axes, start=1))
-            x = use.inputs and wide(to_front(use.inputs(), pattern, count, num_axes))
+            x = use.inputs and use.inputs()
+            if x is not None:
+                # layers with the same input share what is made of it, while the input exists
+                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), pattern, num_axes)
+                given, (_, x) = x, shared.get(how, (None, None))
+                if x is None:
+                    x = wide(to_front(given, pattern, count, num_axes))
+                    if by_position:
+                        shared[how] = given, x
             if absolute:
                 x, g = x if x is None else x.abs(), g.abs()
             make = _as_products if by_position and use.is_bias else use.gradient
