@@ -38,7 +38,7 @@ def files(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["mlp-mse-mean", "cnn", "transformer-tied", "lstm-packed"])
 def test_parts(cls: type, name: str, joint: bool, tmp_path: Path):
     p = problems.make(name)
-    options = {"separate_weight_and_bias": not joint, "fallback": "dense"}
+    options = {"separate_weight_and_bias": not joint, "fallback": "dense", "fisher_type": "mc"}
     expected = matrix(build(cls, p, **options))
     in_memory = build(cls, p, module_partitions=3, **options)
     assert error(matrix(in_memory), expected) <= 1e-12
