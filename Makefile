@@ -6,6 +6,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
 BASE ?= HEAD
+SPHINX_ARGS ?=
 COMPARE_ARGS ?=
 
 VENV := .venv
@@ -25,7 +26,8 @@ help:
 	@echo "make lint       ruff check and format check ('make format' applies both), types"
 	@echo "make bench      benchmarks against peers, if installed by 'make bench-peers' (BENCH_ARGS=...)"
 	@echo "make compare    numbers, times and memory against a commit (BASE=..., COMPARE_ARGS=...)"
-	@echo "make docs       the site, in docs/_build/html"
+	@echo "make docs       the site, in docs/_build/html; without running the gallery by"
+	@echo "                SPHINX_ARGS='-D sphinx_gallery_conf.plot_gallery=0'"
 	@echo "make notebooks  the notebooks in docs_src/notebooks, executed"
 	@echo "make clean      remove everything that was built, .venv included"
 
@@ -78,7 +80,7 @@ notebooks: $(VENV)/.stamp-docs
 	$(BIN)/python docs_src/notebooks/make.py
 
 docs: $(VENV)/.stamp-docs
-	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -b html $(SPHINX_ARGS) docs docs/_build/html
 
 clean:
 	rm -rf $(VENV) build *.egg-info docs/_build docs/gallery-generated docs/sg_execution_times.rst
