@@ -17,7 +17,7 @@ from curvlinops import (
     JacobianLinearOperator,
     PerSampleGradientLinearOperator,
 )
-from curvlinops.layers import gradients, gram
+from curvlinops.layers import gradients, gram, samples
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
@@ -236,6 +236,7 @@ def test_tangent_kernel_of_coupled_samples():
         J = JacobianLinearOperator(model, list(model.parameters()), data)
     dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
     torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
+    torch.testing.assert_close(J.to_dense(), dense_J)
 
 
 def test_tangent_kernel_of_unequal_batches(monkeypatch: pytest.MonkeyPatch):
@@ -252,9 +253,16 @@ def test_tangent_kernel_of_unequal_batches(monkeypatch: pytest.MonkeyPatch):
     J = JacobianLinearOperator(scaled, params, data)
     dense_J = J @ torch.eye(J.shape[1], dtype=torch.float64)
     for size in (gradients.BYTES, 2000, 500, 1):
-        for module in (gradients, gram):
+        for module in (gradients, gram, samples):
             monkeypatch.setattr(module, "BYTES", size)
         torch.testing.assert_close(J.gram(), dense_J @ dense_J.T)
+        torch.testing.assert_close(J.to_dense(), dense_J)
+
+
+@pytest.mark.parametrize("problem", problems.MODEL_NAMES)
+def test_dense_jacobian(problem: str):
+    p = problems.make(problem)
+    assert error(CASES["jacobian"].build(p).to_dense(), dense("jacobian", problem)) <= p.tolerance
 
 
 def test_no_rows():

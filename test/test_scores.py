@@ -68,6 +68,49 @@ def test_kinds_of_vectors():
         rows.scores(P[1:])
 
 
+def test_derivatives_with_respect_to_vectors(tmp_path: Path):
+    rows = rows_of(problems.make("transformer-tied"))
+    P = vectors(rows, 3).requires_grad_()
+    weights = torch.randn(rows.shape[0], 3, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((rows.scores(P) * weights).sum(), P)
+    assert error(gradient, rows.dense().T @ weights) <= 1e-12
+    for options in ({"out": tmp_path / "scores.npy"}, {"per_position": True}):
+        with pytest.raises(ValueError, match="not differentiable.*detach"):
+            rows.scores(P, **options)
+    with pytest.raises(ValueError, match="not differentiable.*detach"):
+        rows.low_rank(P, 2)
+
+
+def test_batches_without_rows(tmp_path: Path):
+    p = sequences(5, 5)
+    P, whole = vectors(rows_of(p), 2), rows_of(p).scores(vectors(rows_of(p), 2), per_position=True)
+    X, y = p.data[0]
+    empty = X[:0], y[:0]
+    rows = rows_of(replace(p, data=[empty, p.data[0], empty, p.data[1]]))
+    for out in (None, tmp_path / "scores.npy", tmp_path / "scores.npy"):
+        scores = rows.scores(P, out=out, per_position=True)
+        scores = torch.tensor(scores) if isinstance(scores, np.ndarray) else scores
+        torch.testing.assert_close(scores, whole)
+    none = rows_of(p, subsampling=[])
+    assert none.scores(P).shape == (0, 2)
+    assert none.scores(P[:, 0]).shape == (0,)
+    for _ in range(2):
+        assert none.scores(P, out=tmp_path / "none.npy").shape == (0, 2)
+
+
+def test_products_without_rules():
+    """Parameters without a rule need one pass for a batch in products, not one for each sample."""
+    p = problems.make("lstm-packed")
+    rows = rows_of(p)
+    P, calls = vectors(rows, 3), []
+    rows @ P  # which finds out that a parameter has no rule
+    hook = p.model.register_forward_hook(lambda *_: calls.append(1))
+    found = rows @ P
+    hook.remove()
+    assert len(calls) == len(p.data)
+    assert error(found, dense("gradients", "lstm-packed") @ P) <= p.tolerance
+
+
 def test_memory_of_one_layer():
     torch.manual_seed(0)
     layers = [m for _ in range(8) for m in (nn.Linear(128, 128, bias=False), nn.Tanh())]
@@ -85,8 +128,8 @@ def test_memory_of_one_layer():
 
 
 def tokens(m: Using, x: Tensor) -> Tensor:
-    """A transformer's layer without normalization: ``[N, T, d]`` to ``[N, C, T]``."""
-    h = torch.tanh(m.embed(x))
+    """A transformer's layer: ``[N, T]`` to ``[N, C, T]``."""
+    h = torch.tanh(m.norm(m.embed(x)))
     q, k, v = m.q(h), m.k(h), m.v(h)
     h = h + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return m.head(torch.tanh(m.out(h))).transpose(1, 2)
@@ -95,7 +138,8 @@ def tokens(m: Using, x: Tensor) -> Tensor:
 def sequences(*lengths: int, **parts: nn.Module) -> Problem:
     torch.manual_seed(0)
     linear = {name: nn.Linear(3, 3) for name in ("q", "k", "v", "out")}
-    linear |= {"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 4)} | parts
+    norm = nn.LayerNorm(3, eps=0.1)
+    linear |= {"embed": nn.Embedding(7, 3), "norm": norm, "head": nn.Linear(3, 4)} | parts
     model = Using(parts.pop("function", tokens), **linear).double()
     data = [
         (torch.randint(7, (n, t)), torch.randint(4, (n, t)))
@@ -107,7 +151,9 @@ def sequences(*lengths: int, **parts: nn.Module) -> Problem:
 def by_position(p: Problem, P: Tensor) -> Tensor:
     """A parameter's gradients at each position of each of its layer's calls, ``[N, T, K]``."""
     found = []
-    modules = [m for m in p.model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    modules = [
+        m for m in p.model.modules() if isinstance(m, nn.Linear | nn.Embedding | nn.LayerNorm)
+    ]
     shapes = [x.shape for x in p.params]
     parts = P.split([x.numel() for x in p.params])
     columns = {id(x): c.view(*s, -1) for x, c, s in zip(p.params, parts, shapes, strict=True)}
@@ -129,8 +175,12 @@ def by_position(p: Problem, P: Tensor) -> Tensor:
                     i = nn.functional.one_hot(i, 7).double()
                     total = total + torch.einsum("ti,to,iok->tk", i[0], g[0], columns[id(m.weight)])
                     continue
-                total = total + torch.einsum("ti,to,oik->tk", i[0], g[0], columns[id(m.weight)])
                 total = total + g[0] @ columns[id(m.bias)]
+                if isinstance(m, nn.LayerNorm):
+                    i = nn.functional.layer_norm(i[0], i[0].shape[-1:], eps=m.eps)
+                    total = total + (g[0] * i) @ columns[id(m.weight)]
+                    continue
+                total = total + torch.einsum("ti,to,oik->tk", i[0], g[0], columns[id(m.weight)])
             found.append(total)
     return torch.stack(found).detach()
 
@@ -161,7 +211,10 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(
     "part, message",
     [
-        ({"v": nn.LayerNorm(3)}, "'v.weight' has no positions"),
+        (
+            {"v": nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))},
+            "'v.parametrizations.weight.original.' has no positions",
+        ),
         ({"v": Twice()}, "'v.inner.weight' has 1 positions for each sample"),
     ],
 )
@@ -211,6 +264,10 @@ def test_low_rank(name: str):
     assert error(scores, reference.per_sample_gradients(p) @ nearest) <= 1e-8
     bound = rows.norms()[:, None] * P.norm(dim=0) * low.relative_error
     assert bool(((scores - exact).abs() <= bound * (1 + 1e-9)).all())
+    one = rows.low_rank(P[:, 0], 2)
+    assert error(rows.scores(one), scores[:, 0]) <= 1e-12
+    with pytest.raises(ValueError, match="low rank already"):
+        rows.low_rank(one, 1)
     other = rows_of(replace(p, params=p.params[:2]))
     with pytest.raises(ValueError, match="other parameters"):
         other.scores(low)

@@ -203,6 +203,13 @@ class EmbeddingGradient(FactoredGradient):
 
     def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
         """Yield what each lookup of some samples adds, ``[V, n, S, K]``."""
+        has_rows = self.entries.are_all and self.num_rows == self.shape[0]
+        if isinstance(columns, LowRank) and has_rows:  # without the table
+            left, right = columns.left, columns.right  # [K, rows, r], [K, r, I]
+            for some in self.slices(2 * self.g[0, 0, :, 0].numel() * len(left) * left.shape[2]):
+                g = torch.einsum("vnsi,kri->vnskr", self.g[:, some], right)
+                yield torch.einsum("vnskr,knsr->vnsk", g, left[:, self.indices[some]])
+            return
         tables = self.entries.read(dense(columns)).reshape(-1, self.num_rows, self.g.shape[-1])
         for some in self.slices(self.g[0, 0].numel() * len(tables)):
             looked_up = tables[:, self.indices[some]]

@@ -50,10 +50,14 @@ class Entries(NamedTuple):
         out = self.view.spread(values.flatten(0, 1), prod(self.shape))
         return out.reshape(*values.shape[:2], *self.shape)
 
+    @property
+    def have_all(self) -> bool:
+        """Whether these are all entries, in any order."""
+        return self.view.size == prod(self.shape)
+
     def read(self, tensors: Tensor) -> Tensor:
-        """Return the entries of tensors ``[K, *shape]``, ``[K, n]``."""
-        entries = self.view.of(tensors.reshape(len(tensors), prod(self.shape)))
-        return entries.reshape(len(tensors), self.view.size)
+        """Return the entries of tensors ``[K, *shape]``, ``[K, *sizes of the view]``, as a view."""
+        return self.view.of(tensors.reshape(len(tensors), prod(self.shape)))
 
 
 class LowRank(NamedTuple):
@@ -151,8 +155,11 @@ class PerSampleGradient(ABC):
 
     def products(self, columns: "Tensor | LowRank") -> Tensor:
         """Return the inner products with K tensors ``[K, *shape]``, ``[V, N, K]``."""
-        entries = self.entries.read(dense(columns)).T
-        return torch.cat([_flat(self.values(some)) @ entries for some in self.slices()], dim=1)
+        columns, form = dense(columns), self.rows
+        if not self.entries.have_all:  # else columns, which are often more, keep their order
+            columns, form = self.entries.read(columns), self.values
+        columns = columns.reshape(len(columns), self.entries.view.size).T
+        return torch.cat([_flat(form(some)) @ columns for some in self.slices()], dim=1)
 
     def products_by_position(self, columns: "Tensor | LowRank") -> Tensor | None:
         """Return what each of S positions adds to ``products``, ``[V, N, S, K]``, if it has any."""

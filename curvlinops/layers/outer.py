@@ -82,6 +82,23 @@ class OuterProducts(FactoredGradient):
             return self.x.filter_gradients(samples, g[0]).unsqueeze(0)
         return self._multiply(samples, g.new_empty(*g.shape[:2], *g.shape[3:], self.x.shape[3]))
 
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether the parameter is the transposed matrix, ``[I, O]``, and in this order."""
+        sizes = self.x.shape[3], self.g.shape[-1]
+        turned = self.entries.view.undo_permutation(sizes, (1, 0))
+        return self.x.shape[2] == 1 and turned is not None and turned.is_all(prod(self.shape))
+
+    def rows(self, samples: slice) -> Tensor:
+        """Return the gradients of some samples, also of transposed weights without a copy."""
+        if not self._is_transposed or self.x.prefers_convolution(self.g):
+            return super().rows(samples)
+        num_vectors, num_samples = self.g[:, samples].shape[:2]
+        sizes = num_vectors, num_samples, 1, self.x.shape[3], self.g.shape[-1]
+        rows = self.g.new_empty(sizes)
+        self._multiply(samples, rows.mT)
+        return rows.view(num_vectors, num_samples, *self.shape)
+
     def write(self, samples: slice, out: Tensor) -> None:
         """Write the gradients of some samples, without a copy if possible."""
         groups, inputs = self.x.shape[2:]
@@ -144,12 +161,11 @@ class OuterProducts(FactoredGradient):
                 yield (g * x).unflatten(-1, (K, rank)).sum(-1)
             return
         groups, inputs = self.x.shape[2:]
-        matrices = self.entries.read(dense(columns))
-        matrices = matrices.reshape(-1, groups, self.g.shape[-1], inputs)
-        size = self.num_positions * len(matrices) * groups * inputs * self.num_vectors
-        for some in self.slices(size + self.num_inputs):
-            products = torch.einsum("vnsgo,kgoi->vnskgi", self.g[:, some], matrices)
-            yield torch.einsum("vnskgi,nsgi->vnsk", products, self.x[some])
+        outputs = self.g.shape[-1]
+        matrices = self.entries.read(dense(columns)).reshape(-1, groups, outputs, inputs)
+        size = self.num_positions * len(matrices) * groups * max(inputs, outputs)
+        for some in self.slices(size * self.num_vectors + self.num_inputs):
+            yield _products_of_matrices(self.g[:, some], self.x[some], matrices)
 
     def _factors(self, columns: Tensor | LowRank) -> tuple[Tensor, Tensor] | None:
         """Return factors of low rank of matrices ``[O, I]``; ``None`` if there are none."""
@@ -159,8 +175,7 @@ class OuterProducts(FactoredGradient):
         size, view, (left, right, _) = prod(self.shape), self.entries.view, columns
         if view.is_all(size) and left.shape[1] == outputs:
             return left, right
-        turned = view.undo_permutation((inputs, outputs), (1, 0))
-        if turned is not None and turned.is_all(size) and left.shape[1] == inputs:
+        if self._is_transposed and left.shape[1] == inputs:
             return right.mT, left.mT
         return None
 
@@ -275,3 +290,31 @@ class OuterProducts(FactoredGradient):
         by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
         formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
         return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
+
+
+def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
+    """Return ``g^T P x`` for K matrices P, ``[V, n, S, K]``.
+
+    The order of their axes in memory decides with which factor they are multiplied first, so that
+    they need no copy.
+
+    Args:
+        g: Output gradients ``[V, n, S, G, O]``.
+        x: Inputs ``[n, S, G, I]``.
+        matrices: The matrices, ``[K, G, O, I]``.
+    """
+    if matrices.shape[1] > 1:
+        products = torch.einsum("nsgi,kgoi->nskgo", x, matrices)
+        return torch.einsum("nskgo,vnsgo->vnsk", products, g)
+    first, second, P = x.squeeze(2).unsqueeze(0), g.squeeze(3), matrices.squeeze(1)
+    columns_last = len(P) > 1 and P.stride(0) < min(P.stride(1), P.stride(2))
+    if (P.stride(1) > P.stride(2)) == columns_last:
+        first, second, P = second, first, P.mT
+    # P is [K, b, a], and the first factor has the axis a
+    if columns_last:
+        P = P.permute(2, 1, 0)
+        products = (first @ P.flatten(1)).unflatten(-1, P.shape[1:])
+        return (second.unsqueeze(-2) @ products).squeeze(-2)
+    rows = first.flatten(0, 2).expand(len(P), -1, -1)  # a product with a stack would copy P
+    products = torch.bmm(rows, P.mT).unflatten(1, first.shape[:3])
+    return (products * second).sum(-1).movedim(0, -1)

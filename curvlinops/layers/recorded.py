@@ -289,14 +289,17 @@ class RecordedBatch:
 
     # --- gradients of samples
 
-    def by_use(self, outputs: dict[RecordedUse, Tensor]) -> Iterator[UseGradient]:
+    def by_use(
+        self, outputs: dict[RecordedUse, Tensor], elementwise: bool = False
+    ) -> Iterator[UseGradient]:
         """Yield the gradients of the uses, one by one.
 
         Args:
             outputs: The gradients at the uses' outputs, which are freed on the way. Gradients of
                 biases become sums over positions, with inputs of one, and are not written down.
+            elementwise: Whether those of all elementwise functions become such sums.
         """
-        return self._of_uses(outputs, by_position=True)
+        return self._of_uses(outputs, by_position=True, elementwise=elementwise)
 
     def by_parameter(
         self, outputs: dict[RecordedUse, Tensor], num_vectors: int
@@ -322,6 +325,7 @@ class RecordedBatch:
         outputs: dict[RecordedUse, Tensor],
         by_sample: bool = True,
         by_position: bool = False,
+        elementwise: bool = False,
         absolute: bool = False,
     ) -> Iterator[UseGradient]:
         """Yield the gradients of the uses. Without a pattern, all rows are those of one sample.
@@ -330,6 +334,7 @@ class RecordedBatch:
             outputs: See ``by_use``.
             by_sample: Whether rows belong to samples. Else all are those of one sample.
             by_position: Whether gradients of biases are not written down.
+            elementwise: See ``by_use``.
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
         shared: dict[tuple, tuple[Tensor, Tensor]] = {}
@@ -350,7 +355,8 @@ class RecordedBatch:
                         shared[how] = given, x
             if absolute:
                 x, g = x if x is None else x.abs(), g.abs()
-            make = _as_products if by_position and use.is_bias else use.gradient
+            is_sum = use.is_bias or (elementwise and use.inputs is None)
+            make = _as_products if by_position and is_sum else use.gradient
             for name, leaf in recorded.origins.items():
                 lookup = recorded.lookup if is_assigned else None
                 gradient = _on_parameter(partial(make, x, g), recorded, leaf, lookup)

@@ -87,16 +87,19 @@ class SampleGradients:
         """Return whether the output of a use's call is the model's output itself."""
         return self._batch is not None and use.output.is_tensor(self._batch.output)
 
-    def by_use(self, u: Tensor, last: bool = False) -> Iterator[UseGradient]:
+    def by_use(
+        self, u: Tensor, last: bool = False, elementwise: bool = False
+    ) -> Iterator[UseGradient]:
         """Yield the gradients of layers' uses of parameters, one by one.
 
         Args:
             u: The vectors to backpropagate, ``[V, *output]``.
             last: Whether nothing is backpropagated later: memory is given back on the way.
+            elementwise: See ``RecordedBatch.by_use``.
         """
         if self._batch is None:
             return iter(())
-        return self._batch.by_use(self._backward(self._batch, u, last))
+        return self._batch.by_use(self._backward(self._batch, u, last), elementwise)
 
     def uses(self) -> Iterator[UseGradient]:
         """Yield the layers' uses of parameters, with gradients of zero in place of a pass."""

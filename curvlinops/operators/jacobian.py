@@ -1,14 +1,14 @@
 """The Jacobian of the model's outputs, and its transpose."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops.layers.gradients import PerSampleGradient, merged
-from curvlinops.layers.samples import SampleBackward
+from curvlinops.layers.gradients import merged, write_rows
+from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import AdjointLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import RowMaps, RowSlices, RowsLinearOperator, flat
@@ -54,22 +54,48 @@ class JacobianLinearOperator(RowsLinearOperator):
         (Jacot et al., Neural tangent kernel, NeurIPS 2018.) Computed from layers' inputs and output
         gradients, without the Jacobian, where that is cheaper.
         """
-        batches: list[tuple[dict[str, PerSampleGradient], Tensor]] = []
-        with self._batches("gram") as passed:
-            slices = RowSlices(sum(self._lengths))
-            for problem in slices.of(passed):
-                backward = problem.rules(SampleBackward, type(self).__name__, False)
-                gradients = backward.capture(problem)
-                output = gradients.output
-                num_rows = len(output) // max(gradients.num_samples, 1)
-                size = max(num_rows, 1) * output.shape[1:].numel()  # of a sample's output
-                eye = torch.eye(size, dtype=output.dtype, device=output.device)
-                u = eye.repeat(1, gradients.num_samples).reshape(size, *output.shape)
-                span = slices.next(output.numel())
-                rows = torch.arange(span.start, span.stop, device=output.device)
-                by_name = merged(gradients.backward(u, last=True))
-                batches.append((by_name, rows.reshape(-1, size).T))
-        return self._gram(batches)
+        with self._batches("gram") as batches:
+            numbers = torch.arange(sum(self._lengths), device=self.device)
+            pairs = [
+                (merged(gradients.backward(_units(gradients), last=True)), view(numbers))
+                for gradients, view in self._gradients(batches)
+            ]
+        return self._gram(pairs)
+
+    def _dense(self, by_rows: bool) -> Tensor:
+        """Return the matrix, row by row from the gradients of all samples at once."""
+        if not by_rows:
+            return super()._dense(by_rows)
+        dense = self.domain.empty(self.shape[0])
+        out = self.domain.split_rows(dense)
+        with self._batches("to_dense") as batches:
+            for gradients, view in self._gradients(batches):
+                units, start = _units(gradients), 0
+                for u in units.split(gradients.vectors_at_once):
+                    some = slice(start, start := start + len(u))
+                    last = start == len(units)
+                    rows = {name: view(x)[some] for name, x in out.items()}
+                    write_rows(gradients.backward(u, last), rows, lambda x: x)
+        self._check_finite(out)
+        return dense
+
+    def _gradients(
+        self, batches: Iterable[BatchProblem]
+    ) -> Iterator[tuple[SampleGradients, Callable[[Tensor], Tensor]]]:
+        """Yield each batch's gradients, and a function that returns the view of its rows.
+
+        Of all rows ``[M, *]`` it returns ``[C, N, *]``, for C outputs of N samples.
+        """
+        slices = RowSlices(sum(self._lengths))
+        for problem in slices.of(batches):
+            backward = problem.rules(SampleBackward, type(self).__name__, False)
+            gradients = backward.capture(problem)
+            rows, num = slices.next(gradients.output.numel()), gradients.num_samples
+            sizes = num, (rows.stop - rows.start) // max(num, 1)
+            yield (
+                gradients,
+                lambda x, rows=rows, sizes=sizes: x[rows].unflatten(0, sizes).transpose(0, 1),
+            )
 
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         return self.risk.space, self._rows(), False
@@ -118,3 +144,11 @@ class TransposedJacobianLinearOperator(AdjointLinearOperator):
         """Move the operator itself, see ``DataLinearOperator``."""
         AdjointLinearOperator.__init__(self, self.operator.to_device(device))
         return self
+
+
+def _units(gradients: SampleGradients) -> Tensor:
+    """Return a unit vector for each of a sample's C outputs, the same for all: ``[C, *output]``."""
+    output, num = gradients.output, gradients.num_samples
+    size = output.numel() // max(num, 1)
+    eye = torch.eye(size, dtype=output.dtype, device=output.device)
+    return eye.repeat(1, num).reshape(size, *output.shape)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.linear_operator.vectors import to_columns
+from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.origin import identity_of, origin_of
 from curvlinops.operators.rows import (
@@ -37,17 +38,20 @@ from curvlinops.operators.sample_rows import (
     products,
     products_by_position,
     rows_of,
+    shape_of,
 )
 from curvlinops.operators.scores import LowRankColumns, ScoreFile, check_positions
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.derivatives import JVP
-from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.digest import checksum, digest
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.torch_modes import in_default_modes
+
+_NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach these."
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -187,6 +191,29 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._fallbacks = rows.fallbacks
         return rows
 
+    def _linearizations(self, num_products: int) -> Any:
+        def build(problem: BatchProblem, is_kept: bool) -> JVP:
+            # kept graphs are faster; so are graphs for one column of a small net, and for many
+            # terms of a sample
+            if is_kept or num_products < 2 or self.terms == "term":
+                single = num_products == 1 and not is_kept and problem.can_substitute
+                return self._linearize(problem, single)
+            return self._by_layer(problem)
+
+        return self._built(build)
+
+    def _by_layer(self, problem: BatchProblem) -> JVP:
+        """Prepare products layer by layer; with a graph where parameters have no rule."""
+        rows = None
+        if not problem.rules(SampleBackward, type(self).__name__, True).fallbacks:
+            states = GeneratorStates()
+            rows = self._rows_of(problem)
+            if rows.fallbacks and not problem.loss_needs_graph:
+                states.restore()
+        if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
+            return self._linearize(problem, single=False)
+        return lambda V: products(rows, V).T
+
     def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
         def from_rows() -> JVP:
             rows = self._rows_of(problem).written(self.domain)
@@ -219,33 +246,22 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             columns = rows
         return self._vjp(columns, self._all, names)
 
-    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
-        num_columns = next(iter(columns.values())).shape[0]
-        # graphs are kept, and cheaper for one column of a small net
-        if linearization_of(self) is not None or num_columns < 2:
-            return super()._push(columns, rows)
-        out = rows.zeros(num_columns)
-        for batch_rows, scores in self._products("matmat", columns, by_position=False):
-            out[""][:, batch_rows] = scores.T
-        self._check_finite(out)
-        return out
-
     def _products(
         self,
-        description: str,
         columns: Mapping[str, Tensor | LowRank],
         by_position: bool,
-        first: int = 0,
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the products with columns, batch by batch, ``[M, K]`` or ``[M, T, K]``.
+        first: int,
+    ) -> Iterator[tuple[int, slice, Tensor]]:
+        """Yield the number of each batch with rows, its rows, and the products with columns.
+
+        These are ``[M, K]`` or ``[M, T, K]``.
 
         Args:
-            description: The purpose of the pass, for the progress bar.
             columns: The columns by parameter, ``[K, *shape]``.
             by_position: Whether the positions of sequences are apart.
             first: The number of batches that are left out at the beginning.
         """
-        with self._batches(description) as batches:
+        with self._batches("scores") as batches:
             slices = RowSlices(self._all.dim)
             for number, problem in enumerate(slices.of(batches)):
                 if number < first:
@@ -255,7 +271,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                     scores = products_by_position(problem, columns, type(self).__name__)
                 else:
                     scores = products(self._rows_of(problem), columns)
-                yield slices.next(len(scores)), scores
+                rows = slices.next(len(scores))
+                if len(scores):
+                    yield number, rows, scores
 
     # --- beyond products
 
@@ -282,43 +300,56 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 at one position, through all positions before.
 
         Returns:
-            A tensor, without the last axis if P is one vector; a NumPy array if P is one.
+            A tensor, without the last axis if P is one vector; a NumPy array if P is one. Autograd
+            follows it to P, without ``out`` and ``per_position``.
 
         Raises:
             ValueError: If P does not fit, ``out`` is the file of something else, or a layer does
                 not have the sequence's positions.
         """
-        if isinstance(P, LowRankColumns):
-            columns, is_vector, is_numpy = P.columns, False, False
-            if P.shapes != dict(self.domain.shapes):
-                raise ValueError("The vectors of low rank are of other parameters than the rows.")
-        else:
-            columns, from_columns = to_columns(P, self.domain)
-            is_numpy = isinstance(P, np.ndarray)
-            written = from_columns(self.codomain.zeros(1), self.codomain)
-            is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
+        columns, is_vector = self._read(P)
         if per_position and self.terms == "term":
             raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+        if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
+            if per_position or out is not None:
+                raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
+            scores = self._multiply_columns(columns, adjoint=False)[""].T
+            return scores[:, 0] if is_vector else scores
         settings = {} if out is None else self._score_settings(columns, per_position)
         file = None if out is None else ScoreFile(out, settings)
         first, num_rows = 0 if file is None else file.num_batches, self.shape[0]
+        num_columns, like = shape_of(columns)
+        empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
         found: Tensor | None = None
-        by_batch = self._products("scores", columns, per_position, first)
-        for number, (batch_rows, scores) in enumerate(by_batch, first):
+        by_batch = self._products(columns, per_position, first)
+        for number, batch_rows, scores in by_batch:
             chosen, own = self._chosen_of(batch_rows)
             scores = scores if own is None else scores[own]
             scores = scores[..., 0] if is_vector else scores
             self._check(scores)
             if file is not None:
-                file.write(chosen.cpu().numpy(), scores, num_rows)
+                file.write(chosen.cpu().numpy(), scores, num_rows, number)
                 continue
             if found is None:
                 found = scores.new_zeros(num_rows, *scores.shape[1:])
             check_positions(found.shape[1:], scores.shape[1:], number)
             found[chosen] = scores
         if file is not None:
+            if not num_rows and not first:
+                file.write(np.arange(0), empty, 0, 0)
             return file.result()
-        return found.cpu().numpy() if is_numpy else found
+        found = empty if found is None else found
+        return found.cpu().numpy() if isinstance(P, np.ndarray) else found
+
+    def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:
+        """Return vectors as columns, and whether they are one vector without an axis for K."""
+        if isinstance(P, LowRankColumns):
+            if P.shapes != dict(self.domain.shapes):
+                raise ValueError("The vectors of low rank are of other parameters than the rows.")
+            return P.columns, P.is_vector
+        columns, from_columns = to_columns(P, self.domain)
+        written = from_columns(self.codomain.zeros(1), self.codomain)
+        return columns, (written[0] if isinstance(written, list) else written).ndim == 1
 
     def _chosen_of(self, batch_rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return where wanted rows of a batch are in the result, and which rows of it they are."""
@@ -351,7 +382,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         Scores with them take less time, and they take less memory. A parameter ``[out, *in]`` is a
         matrix ``[out, in]``; vectors, and matrices with no larger rank, stay as they are. A score's
         error is at most ``relative_error`` times the norms of row and vector. Singular values below
-        about the root of the dtype's rounding error are not told apart.
+        about 1e-8 times the largest are not told apart.
 
         Grosse et al., Studying large language model generalization with influence functions, 2023,
         arXiv:2308.03296, section 3.2.2.
@@ -360,8 +391,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: See ``scores``.
             rank: The rank r. A matrix takes ``r (out + in)`` numbers.
         """
-        columns, _ = to_columns(P, self.domain)
-        return LowRankColumns(columns, check_count("rank", rank))
+        columns, is_vector = self._read(P)
+        if isinstance(P, LowRankColumns):
+            raise ValueError("The vectors have a low rank already.")
+        if is_followed(columns):
+            raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
+        return LowRankColumns(columns, check_count("rank", rank), is_vector)
 
     @in_default_modes
     def dense(self) -> Tensor:

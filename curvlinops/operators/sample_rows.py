@@ -112,7 +112,7 @@ def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tenso
         rows: The rows.
         columns: The columns by parameter, ``[K, *shape]``. Others are zero.
     """
-    num_columns, like = _num_columns(columns)
+    num_columns, like = shape_of(columns)
     out = like.new_zeros(rows.num_rows, num_columns)
     for pieces, view in rows.gradients:
         for samples, gradients in pieces:
@@ -145,8 +145,8 @@ def products_by_position(
             f"{_NO_POSITIONS}"
         )
     gradient = loss_gradient(problem, samples.output).unsqueeze(0).to(samples.output.dtype)
-    (num_columns, like), out, first = _num_columns(columns), None, ""
-    for contribution in samples.by_use(gradient, last=True):
+    (num_columns, like), out, first = shape_of(columns), None, ""
+    for contribution in samples.by_use(gradient, last=True, elementwise=True):
         parameter = contribution.name
         if parameter not in columns:
             continue
@@ -156,8 +156,8 @@ def products_by_position(
             products = gradients.products_by_position(columns[parameter])
         if products is None:
             raise ValueError(
-                f"The layer of parameter '{parameter}' has no positions, as normalization layers "
-                f"have none. {_NO_POSITIONS}"
+                f"The layer of parameter '{parameter}' has no positions: it uses a function of the "
+                f"parameter, or no axis of samples. {_NO_POSITIONS}"
             )
         if out is None:
             out, first = products[0], parameter
@@ -171,7 +171,7 @@ def products_by_position(
     return like.new_zeros(samples.num_samples, 0, num_columns) if out is None else out
 
 
-def _num_columns(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
+def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
     """Return the number of columns, and a tensor of their dtype and device."""
     column = next(iter(columns.values()))
     like = column.left if isinstance(column, LowRank) else column

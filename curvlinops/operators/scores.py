@@ -27,11 +27,12 @@ class LowRankColumns:
         rank: The largest rank of a matrix.
         relative_error: The norm of what was left out, relative to that of the vector, ``[K]``.
         error_by_parameter: The same for each parameter alone, ``[K]``, by name.
+        is_vector: Whether they stand for one vector, without an axis for K.
         num_bytes: The memory that the vectors take.
     """
 
-    def __init__(self, columns: Columns, rank: int):
-        self.rank, self.columns = rank, dict[str, Tensor | LowRank]()
+    def __init__(self, columns: Columns, rank: int, is_vector: bool):
+        self.rank, self.is_vector, self.columns = rank, is_vector, dict[str, Tensor | LowRank]()
         self.error_by_parameter: dict[str, Tensor] = {}
         lost, whole = [], []
         for name, column in columns.items():
@@ -78,8 +79,10 @@ def _truncated(column: Tensor, rank: int) -> tuple[Tensor | LowRank, Tensor]:
         return column, column.new_zeros(len(column), dtype=torch.float64)
     is_wide = matrices.shape[1] < matrices.shape[2]
     tall = matrices.mT if is_wide else matrices
-    # the leading right singular vectors are eigenvectors of the smaller Gram matrix
-    vectors = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -rank:]
+    # the leading right singular vectors are eigenvectors of the smaller Gram matrix, which has
+    # digits for small ones in float64 only
+    bases = [torch.linalg.eigh(M.T @ M).eigenvectors[:, -rank:] for M in map(Tensor.double, tall)]
+    vectors = torch.stack(bases).to(tall)
     left, right = tall @ vectors, vectors.mT
     if is_wide:
         left, right = right.mT, left.mT
@@ -140,13 +143,14 @@ class ScoreFile:
                     f"{self.path} is missing or damaged: {error}. Delete {self._state.name}, too."
                 ) from error
 
-    def write(self, rows: np.ndarray, scores: Tensor, num_rows: int) -> None:
+    def write(self, rows: np.ndarray, scores: Tensor, num_rows: int, batch: int) -> None:
         """Write the scores of a batch.
 
         Args:
             rows: The rows that they have in the file.
             scores: The scores, ``[n, *]``.
             num_rows: The number of rows of the file.
+            batch: The number of the batch. Earlier ones that were not written have no rows.
 
         Raises:
             ValueError: If they have more positions than those of an earlier batch.
@@ -156,10 +160,10 @@ class ScoreFile:
         if self._map is None:
             self._save()  # before the file, which then is no foreign one
             self._map = np.lib.format.open_memmap(self.path, "w+", values.dtype, shape)
-        check_positions(self._map.shape[1:], shape[1:], self.num_batches)
+        check_positions(self._map.shape[1:], shape[1:], batch)
         self._map[rows] = values
         self._map.flush()
-        self.num_batches += 1
+        self.num_batches = batch + 1
         self._save()
 
     def result(self) -> np.memmap:
