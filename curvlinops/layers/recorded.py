@@ -100,9 +100,7 @@ class RecordedBatch:
         self._leaves = parameters if noise is None else _perturbed(parameters, noise)
         self._evaluation = problem.evaluation(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
-        # rows of outputs that are not grouped by samples show that X's axes number something else
-        num_samples = None if problem.facts.groups_rows is False else problem.evident_samples
-        capture = Capture(tracked, leaves(problem.batch.X), num_samples)
+        capture = Capture(tracked, leaves(problem.batch.X), problem.length_of_samples)
         with capture, self._evaluation.active():
             output = problem.output(self._evaluation)
         with torch.enable_grad():
@@ -123,6 +121,13 @@ class RecordedBatch:
                 self.uses.append(use)
             if use.output.overwritten:  # its place in the graph may have changed
                 self._lost |= set(use.origins)
+
+    def teach(self) -> None:
+        """Let the problem learn from the output, if it is the model's first."""
+        if self._problem.is_first:
+            with self._evaluation.active():
+                # the calls of layers got copies of the parameters
+                self._problem.learn_from(self.output, self._leaves, must_depend=False)
 
     @property
     def num_bytes(self) -> int:

@@ -231,6 +231,7 @@ class SampleBackward:
         batch = self._run(problem, names, states) if names else None
         if batch is None:
             return None
+        batch.teach()
         batch.num_samples = problem.samples_of(batch.output)
         if batch.num_samples == 0:
             return None

@@ -99,6 +99,14 @@ class BatchProblem:
         except ValueError:
             return None
 
+    @property
+    def length_of_samples(self) -> int | None:
+        """The length of axes that number samples, ``None`` if that is not evident.
+
+        Rows of outputs that are not grouped by samples show that X's axes number something else.
+        """
+        return None if self._risk.facts.groups_rows is False else self.evident_samples
+
     @cached_property
     def attention_masks(self) -> list[Tensor]:
         """The masks of the batch's sequences, ``[N, T]``, ``False`` at padding, if the model tells.
@@ -201,6 +209,11 @@ class BatchProblem:
         """Whether the model was not evaluated before, so that nothing is known of it."""
         return not self._risk.facts.is_evaluated
 
+    @cached_property
+    def _watch(self) -> Watch:
+        """Watches the model's first evaluation."""
+        return Watch(self.model.replaced)
+
     @property
     def facts(self) -> ModelFacts:
         """The facts about the model, which its first evaluation shows."""
@@ -263,14 +276,15 @@ class BatchProblem:
         return Evaluation(self.model, values, differentiation)
 
     def output(self, evaluation: Evaluation) -> Tensor:
-        """Evaluate the model in an active evaluation.
+        """Evaluate the model in an active evaluation; the first one is watched.
 
         Raises:
             TypeError: If the output is not one real tensor with axes, or the model refuses the
                 dtype of X, or NumPy arrays.
         """
         try:
-            output = evaluation.output(self.batch.X)
+            with self._watch if self.is_first else nullcontext():
+                output = evaluation.output(self.batch.X)
         except (RuntimeError, TypeError, AttributeError) as error:
             dtypes = {x.dtype for x in self.model.tensors().values()}
             misfit = self.batch.misfit({x for x in dtypes if x.is_floating_point}, error)
@@ -304,10 +318,10 @@ class BatchProblem:
         evaluation = self.evaluation(leaves, differentiation)
         self._custom, self._signature, self._has_seen_loss = set(), 0, False
         with evaluation.active():
+            output = self.output(evaluation)
             if self.is_first:
-                output = self._first_output(evaluation, leaves)
+                self.learn_from(output, leaves)
             else:
-                output = self.output(evaluation)
                 self.look_at_loss(output)
                 if not self.loss_needs_graph:
                     nodes = list(graph_nodes(output))
@@ -315,10 +329,20 @@ class BatchProblem:
                     self._note_functions(nodes, output)
             yield Recording(evaluation, leaves, output)
 
-    def _first_output(self, evaluation: Evaluation, leaves: dict[str, Tensor]) -> Tensor:
-        """Evaluate the model for the first time, and learn from its graph."""
-        with Watch(self.model.replaced) as watch:
-            output = self.output(evaluation)
+    def learn_from(
+        self, output: Tensor, leaves: dict[str, Tensor], must_depend: bool = True
+    ) -> None:
+        """Learn from the model's first output; inside of its evaluation.
+
+        Args:
+            output: The output, with its graph.
+            leaves: The tensors that replaced the parameters.
+            must_depend: See ``check_graph``.
+
+        Raises:
+            ValueError: If the graph cannot be differentiated, or the loss does not add up.
+        """
+        with self._watch as watch:
             loss_needs_graph = self._needs_graph(output)
         self.learn(
             is_evaluated=True,
@@ -332,10 +356,9 @@ class BatchProblem:
             self.check_target(output, with_values=True)
         value = self.loss_sum(output)[0] if loss_needs_graph else output
         nodes = list(graph_nodes(value))
-        check_graph(nodes, self.model, leaves)
+        check_graph(nodes, self.model, leaves, must_depend)
         if not loss_needs_graph:
             self._note_functions(nodes, output)
-        return output
 
     def look_at_loss(self, output: Tensor) -> None:
         """Find out whether the loss needs the graph of this batch's output.
