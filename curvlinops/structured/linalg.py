@@ -235,8 +235,9 @@ def _invert(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
     Norms of matrices that are not positive definite are infinite.
     """
-    # one copy, column by column as in LAPACK: decomposition and inverse take its memory
-    A = matrix.mT.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
+    # one copy, column by column as in LAPACK: decomposition and inverse take its memory. Rows of
+    # symmetric matrices are their columns
+    A = matrix.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
     A.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1).to(dtype))
     norm = torch.linalg.vector_norm(A, dim=(-2, -1))
     info = torch.empty(len(A), dtype=torch.int32, device=A.device)

@@ -120,10 +120,14 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
             )
         if self._is_diagonal():
             return Factor(self._diagonal().view(-1, size))
-        dense = reduce(torch.add, [_kron(term._factors) for term in self._terms])
         factors = [factor for term in self._terms for factor in term._factors]
+        groups = max(factor.groups for factor in factors)
+        dense = torch.zeros(groups, size, size, dtype=self.torch_dtype, device=self.device)
+        for term in self._terms:
+            _add_kron(term._factors, dense)
         psd, eps = all(f.psd for f in factors), max(f.eps for f in factors)
-        return Factor(dense.expand(self._groups, size, size), psd=psd, eps=eps)
+        symmetric = True if all(f.symmetric for f in factors) else None
+        return Factor(dense.expand(self._groups, size, size), symmetric, psd, eps)
 
     # --- functions of the operator
 
@@ -182,14 +186,21 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         return self._with([term._to(device, dtype) for term in self._terms])
 
 
-def _kron(factors: Sequence[Factor]) -> Tensor:
-    """Return Kronecker products as matrices, ``[G, n, n]``."""
+def _add_kron(factors: Sequence[Factor], out: Tensor) -> None:
+    """Add Kronecker products to matrices, ``[G, n, n]``, without writing these products down."""
 
     def kron(a: Tensor, b: Tensor) -> Tensor:
         product = einsum(a, b, "g i j, g k l -> g i k j l")
         return rearrange(product, "g i k j l -> g (i k) (j l)")
 
-    return reduce(kron, [factor.dense() for factor in factors])
+    first, *others = [factor.dense() for factor in factors]
+    if not others:
+        out += first
+        return
+    last = others.pop()
+    first = reduce(kron, others, first)
+    axes = rearrange(out, "g (i k) (j l) -> g i k j l", i=first.shape[1], j=first.shape[2])
+    axes.addcmul_(rearrange(first, "g i j -> g i 1 j 1"), rearrange(last, "g k l -> g 1 k 1 l"))
 
 
 @recorded
