@@ -87,6 +87,14 @@ def test_construction_looks_at_the_first_batch(case: str, num_batches: int):
     assert net.sizes.seen.count(N) == len(data.yielded)
 
 
+@pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])
+def test_the_first_use_evaluates_each_batch_once(cls: type):
+    """Facts about the model come from the pass that is needed anyway."""
+    net = Net()
+    product(build(net, cls, [batch(0), batch(1)]))
+    assert net.sizes.seen == (N, N)
+
+
 #: Batches cut from a tensor with 12 rows and 5 columns.
 CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "columns": lambda base: base[:6, 1:],
