@@ -137,9 +137,14 @@ class OuterProducts(FactoredGradient):
         """Return the inner products, position by position if gradients need not be formed."""
         N, S = self.num_samples, self.num_positions
         K = len(columns.left if isinstance(columns, LowRank) else columns)
-        # products with all entries, and copies: of columns for a batch, or of gradients
-        by_position = N * S * K + _COPY * K <= N * (S + K) + _COPY * N
-        if not (by_position or self._factors(columns)) or self.x.prefers_convolution(self.g):
+        if (factors := self._factors(columns)) is not None:
+            rank, outputs, inputs = factors[0].shape[2], self.g.shape[-1], self.x.shape[3]
+            formed = (N * (S + K) + K * rank) * outputs * inputs
+            by_position = N * S * K * rank * (outputs + inputs) <= formed
+        else:
+            # products with all entries, and copies: of columns for a batch, or of gradients
+            by_position = N * S * K + _COPY * K <= N * (S + K) + _COPY * N
+        if not by_position or self.x.prefers_convolution(self.g):
             return super().products(columns)
         parts = self._products_of_positions(columns)
         return torch.cat([products.sum(2) for products in parts], dim=1)

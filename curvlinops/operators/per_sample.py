@@ -297,7 +297,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 ``[N, T, K]``: the inner products with the part of the gradient that goes through
                 the layers at this position. Their sum over positions is the sequence's score. Rows
                 for single terms (``terms="term"``) are another quantity: the gradients of the terms
-                at one position, through all positions before.
+                at one position, through all positions before. All layers must have equally many
+                positions, in the same order: that these are tokens is not checked.
 
         Returns:
             A tensor, without the last axis if P is one vector; a NumPy array if P is one. Autograd
