@@ -25,7 +25,7 @@ ALLOWED = {
         *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
         *_BASE,
     },
-    "integrations": {"integrations", "losses", "autodiff", *_BASE},
+    "integrations": {"integrations", "risk", "losses", "autodiff", *_BASE},
 }
 
 

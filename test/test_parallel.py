@@ -1,4 +1,4 @@
-"""Operators of several processes, each with a part of the data: see parallel_checks.py."""
+"""Operators of several processes: see parallel_checks.py and sharded_checks.py."""
 
 import json
 import os
@@ -6,9 +6,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import parallel_checks
 import pytest
+import sharded_checks
 
 pytestmark = pytest.mark.extensive
 
@@ -17,8 +19,11 @@ LIMIT = 150
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("size", parallel_checks.CHECKS)
-def test_together(size: int, tmp_path: Path):
+CASES = [(module, n) for module in (parallel_checks, sharded_checks) for n in module.CHECKS]
+
+
+@pytest.mark.parametrize(("module", "size"), CASES, ids=lambda x: getattr(x, "__name__", None))
+def test_together(module: ModuleType, size: int, tmp_path: Path):
     """All checks for a number of processes, since it takes seconds to start these."""
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "test")))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -27,7 +32,7 @@ def test_together(size: int, tmp_path: Path):
     logs, processes = [tmp_path / f"log.{rank}" for rank in range(size)], []
     try:
         for rank, log in enumerate(logs):
-            command = [sys.executable, parallel_checks.__file__, str(rank), str(size), tmp_path]
+            command = [sys.executable, module.__file__, str(rank), str(size), tmp_path]
             with log.open("w") as file:
                 processes.append(
                     subprocess.Popen(command, env=environment, stdout=file, stderr=file)
@@ -44,5 +49,5 @@ def test_together(size: int, tmp_path: Path):
         found = json.loads(path.read_text()) if path.exists() else {}
         failed = [f"{name} on rank {rank}:\n{error}" for name, error in found.items() if error]
         assert not failed, "\n".join(failed)
-        missing = parallel_checks.CHECKS[size].keys() - found.keys()
+        missing = module.CHECKS[size].keys() - found.keys()
         assert not missing, f"Rank {rank} did not get to {missing}:\n{log.read_text()[-3000:]}"

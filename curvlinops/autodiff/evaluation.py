@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.parameters import with_attributes
+from curvlinops.autodiff.sharding import Shards
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
+    forward_hooks,
     modules_of,
     tensor_tables,
     uncached_parametrizations,
+    without_fsdp_hooks,
 )
 from curvlinops.support.torch_modes import without_compiler
 
@@ -67,11 +70,13 @@ class Evaluation:
         """
         model = self._model
         if self._modules is None:
-            self._modules = IsolatedModules(model.roots, model.replacements(self._values))
+            replacements = model.replacements(self._values)
+            self._modules = IsolatedModules(model.roots, replacements, shards=model.shards)
         with (
             torch.enable_grad(),
             model.requiring_gradients(),
             self._modules.active(),
+            nullcontext() if model.shards is None else model.shards.saved_by_number(),
             uncached_parametrizations(),
             without_compiler(),
             overrides.active(self._differentiation),
@@ -111,15 +116,17 @@ class IsolatedModules:
     """Modules that compute with other tensors in a context, which undoes all that they write.
 
     This concerns parameters, buffers, submodules, hooks and all other attributes, and the contents
-    of lists, dictionaries and sets that are attributes. Buffers are copies, and backward hooks,
-    which observe the user's own backward passes, are gone. What was written in the first context
-    is there again in each later one, since the backward pass may recompute the forward pass.
+    of lists, dictionaries and sets that are attributes. Buffers are copies. Backward hooks, which
+    observe the user's own backward passes, are gone, and hooks of ``fully_shard``. What was written
+    in the first context is there again in each later one, since the backward pass may recompute the
+    forward pass.
 
     Args:
         roots: The modules; their children are included.
         replacements: From the id of a parameter to the tensor that replaces it.
         keep_graphs: Whether buffers that require gradients, such as what the model computed in
             this very pass, are used themselves, not as copies without a graph.
+        shards: The parameters that are gathered when the modules read them.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class IsolatedModules:
         roots: Iterable[nn.Module],
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
+        shards: Shards | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []
@@ -144,8 +152,16 @@ class IsolatedModules:
                 if is_constant and id(buffer) not in tensors:
                     tensors[id(buffer)] = with_attributes(buffer.detach().clone(), buffer)
             for table in filter(None, (parameters, buffers)):
-                self._inside.append((table, {n: tensors.get(id(x), x) for n, x in table.items()}))
+                contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
+                if shards is not None and any(map(shards.is_sharded, contents.values())):
+                    lazy = {"_parameters": shards.table(contents)}
+                    self._inside.append((attributes, attributes | lazy))
+                else:
+                    self._inside.append((table, contents))
             self._inside += [(hooks, {}) for hooks in filter(None, backward_hooks(module))]
+            if shards is not None:
+                hooks = filter(None, forward_hooks(module))
+                self._inside += [(x, without_fsdp_hooks(x)) for x in hooks]
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -25,9 +25,15 @@ from curvlinops.autodiff.parameters import (
     with_attributes,
     without_history,
 )
+from curvlinops.autodiff.sharding import Shards
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.support.arguments import nearest
-from curvlinops.support.torch_internals import modules_of, tensor_tables, without_hooks
+from curvlinops.support.torch_internals import (
+    distributed_tensors,
+    modules_of,
+    tensor_tables,
+    without_hooks,
+)
 
 
 class Model(ABC):
@@ -45,10 +51,12 @@ class Model(ABC):
         as_list: Whether the user gave them as a list.
         module: The user's module, if the model is one.
         roots: All modules that the model is known to use.
+        shards: The parameters that are sharded over processes, if there are any.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
     """
 
     module: nn.Module | None = None
+    shards: Shards | None = None
     substitutable = True
     #: The arguments of the user's function, and what to do if it takes others.
     _arguments: tuple[str, ...] = ("X",)
@@ -66,6 +74,9 @@ class Model(ABC):
         self._given, self._ties = given, ties or {}
         self._kinds = {name: Kind.of(param) for name, param in params.items()}
         self.roots = find_modules(source)
+        if self.module is None and distributed_tensors():
+            for root in self.roots:
+                check_complete(dict(root.named_parameters()))
 
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
@@ -171,9 +182,12 @@ class ModuleModel(Model):
 
     def __init__(self, module: nn.Module, params: list[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
+        self.shards = Shards.of(module)
         self._registered, self.module = named_parameters(module)
         buffers = dict(module.named_buffers())
-        check_complete({**self._registered, **buffers})
+        sharded = distributed_tensors()
+        local = {n: x for n, x in self._registered.items() if not isinstance(x, sharded)}
+        check_complete(local | buffers)
         registered, given = self._registered, None
         if not registered:
             raise ValueError(
@@ -242,7 +256,16 @@ class ModuleModel(Model):
                 "operator was built (by load_state_dict(assign=True), an assignment, or pruning). "
                 "Build a new operator."
             )
-        constants = {k: without_history(x) for k, x in present.items() if k not in tensors}
+        spread = distributed_tensors()
+        if self.shards is not None:
+            self.shards.find()
+        elif any(isinstance(x, spread) for x in present.values()):
+            raise ValueError("The model was sharded since the operator was built. Build a new one.")
+        constants = {
+            k: without_history(x)
+            for k, x in present.items()
+            if k not in tensors and not isinstance(x, spread)
+        }
         return tensors | constants
 
 

@@ -1,6 +1,5 @@
 """The user's parameters: their names, and the checks of their kinds."""
 
-import sys
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
@@ -10,7 +9,11 @@ from torch.nn.parameter import is_lazy
 
 from curvlinops.linear_operator.space import match_names
 from curvlinops.support.arguments import as_integer
-from curvlinops.support.torch_internals import mark_as_parameter, original_module
+from curvlinops.support.torch_internals import (
+    distributed_tensors,
+    mark_as_parameter,
+    original_module,
+)
 
 _COMPLEX = (
     " Let the model have its real and imaginary parts as a real parameter with a last axis of "
@@ -176,19 +179,19 @@ def check_complete(tensors: Mapping[str, Tensor]) -> None:
             f"{names} are not initialized: lazy modules, such as LazyLinear, get shapes from their "
             "first input. Run the model once before, on any batch."
         )
-    library = sys.modules.get("torch.distributed.tensor")  # imported by whoever spreads a tensor
-    spread = () if library is None else library.DTensor
-    names = [name for name, tensor in tensors.items() if isinstance(tensor, spread)]
-    if names:
+    spread = distributed_tensors()
+    if names := [name for name, tensor in tensors.items() if isinstance(tensor, spread)]:
         raise spread_error(f"{names} are DTensors")
 
 
 def spread_error(subject: str) -> TypeError:
     """Return the error that parameters are spread over processes."""
     return TypeError(
-        f"{subject}: each process has only a part of the parameters. Give each a model with all of "
-        "them, with values as by torch.distributed.checkpoint.state_dict.get_model_state_dict with "
-        "full_state_dict=True. What can be spread is the data, see process_group."
+        f"{subject}: each process has only a part of the parameters. Only frozen parameters of a "
+        "Module may be sharded, by torch.distributed.fsdp.fully_shard; leave those in params out, "
+        "by ignored_params. Or give each process a model with all parameters, with values as by "
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True. "
+        "The data can be spread in any case, see process_group."
     )
 
 

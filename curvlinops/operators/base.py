@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.model import train_flags, wrap_model
-from curvlinops.autodiff.parameters import split_blocks
+from curvlinops.autodiff.parameters import check_complete, split_blocks
+from curvlinops.autodiff.sharding import check_training
+from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
@@ -68,7 +70,8 @@ class DataLinearOperator(TorchLinearOperator):
         chunk_size: Number of columns in one backward pass. Default: as many as need 64 MiB
             (512 MiB on a GPU).
         process_group: A ``torch.distributed.ProcessGroup``. Each process has a part of the data,
-            and all multiply together. Default: one process with all data.
+            and all multiply together. Default: one process with all data. Sharded models need it
+            (see the page Several processes).
 
     Attributes:
         risk: Model, loss and data as the empirical risk L.
@@ -81,6 +84,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     #: Whether the quantity is defined sample by sample, so that samples must not be coupled.
     _per_sample = False
+    #: Whether the quantity is a sum over data, so that several processes may have parts of it.
+    _adds_data = True
 
     model_func: nn.Module | Callable
     loss_func: nn.Module | Callable | None
@@ -119,6 +124,7 @@ class DataLinearOperator(TorchLinearOperator):
             check_flag("progressbar", self.progressbar)
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
+            self._check_shards()
         with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
@@ -314,9 +320,21 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- checks
 
+    def _check_shards(self) -> None:
+        """Refuse a sharded model without the group of its processes, or a sharded loss."""
+        if (shards := self.risk.model.shards) is None:
+            return
+        if self._adds_data:
+            shards.check_processes(self.process_group)
+        for root in find_modules(self.loss_func):
+            if root is not self.risk.model.module:
+                check_complete(dict(root.named_parameters()))
+
     def _check_model(self) -> None:
         """Check the model with its present train flags."""
         self.risk.invalidate()
+        if self.risk.model.shards is not None:
+            check_training(self.risk.model.module)
         singles_of = type(self).__name__ if self._per_sample else None
         report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:

@@ -11,7 +11,7 @@ from curvlinops.layers.gradients import merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import AdjointLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.operators.rows import RowMaps, RowSlices, RowsLinearOperator, flat
+from curvlinops.operators.rows import RowMaps, RowSlices, RowsLinearOperator, flat, together
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -48,6 +48,7 @@ class JacobianLinearOperator(RowsLinearOperator):
         return tuple(output.shape)
 
     @in_default_modes
+    @together
     def gram(self) -> Tensor:
         """Return the neural tangent kernel, ``J @ J.T`` of the Jacobian J, as ``[N*C, N*C]``.
 
@@ -62,6 +63,7 @@ class JacobianLinearOperator(RowsLinearOperator):
             ]
         return self._gram(pairs)
 
+    @together
     def _dense(self, by_rows: bool) -> Tensor:
         """Return the matrix, row by row from the gradients of all samples at once."""
         if not by_rows:

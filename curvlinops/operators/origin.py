@@ -40,6 +40,9 @@ def origin_of(operator: DataLinearOperator) -> dict[str, Any]:
     own = [(shape, str(dtype), checksum) for shape, dtype, checksum in first]
     batches = operator.risk.ranks.gather_objects(own)
     values = {f"the values of {name}": x for name, x in checksums_of(operator.risk).items()}
+    if (shards := operator.risk.model.shards) is not None:
+        parts = [number for *_, number in digest(shards.parts())]
+        values["the values of sharded parameters"] = operator.risk.ranks.gather_objects(parts)
     return {"the first batch": batches} | values
 
 

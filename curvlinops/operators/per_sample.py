@@ -25,6 +25,7 @@ from curvlinops.operators.rows import (
     RowsLinearOperator,
     check_indices,
     row_indices,
+    together,
 )
 from curvlinops.operators.sample_rows import (
     GradientsOfRows,
@@ -278,6 +279,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     # --- beyond products
 
     @in_default_modes
+    @together
     def scores(
         self, P: Any, out: str | Path | None = None, per_position: bool = False
     ) -> Tensor | np.ndarray:
@@ -421,6 +423,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         rows = self._write(self.domain.lazy_empty(self._all.dim))
         return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
+    @together
     def _write(self, out: Columns) -> Columns:
         """Write all rows to ``{name: [M, *shape]}``, and return these."""
         with self._batches("gradients") as batches:
@@ -431,6 +434,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return out
 
     @in_default_modes
+    @together
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
         squares = self._all.zeros(1)[""][0]
@@ -445,6 +449,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return squares.sqrt()
 
     @in_default_modes
+    @together
     def gram(self) -> Tensor:
         """Return the inner products of all rows, ``op @ op.T`` as a matrix ``[N, N]``."""
         numbers = torch.arange(self._all.dim, device=self.device)
@@ -469,6 +474,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         means = self._means("variance", _moments, space, 2)
         return (means[1] - means[0].square()).clamp(min=0.0).to(self.torch_dtype)
 
+    @together
     def _means(
         self,
         name: str,

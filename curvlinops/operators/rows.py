@@ -1,8 +1,9 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,25 @@ RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 AddRows = Callable[[Tensor, Columns], None]
 
 Item = TypeVar("Item")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def together(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method that evaluates the model: processes with shards of it all call it.
+
+    Each has the rows of its own data. An error in one process is raised in all.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shards = self.risk.model.shards
+        if shards is None or shards.is_open:
+            return method(self, *args, **kwargs)
+        with self.risk.peers.raise_on_all_ranks():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class RowsLinearOperator(DataLinearOperator):
@@ -32,6 +52,7 @@ class RowsLinearOperator(DataLinearOperator):
     A subclass says which, and in which direction it multiplies.
     """
 
+    _adds_data = False
     __matmul__: Product[Tensor]
     _refused_keywords: ClassVar[dict[str, str]] = {
         "process_group": "leave it out, since rows are for the data of one process"
@@ -60,6 +81,15 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(problem, output),)
 
+    @together
+    def _check_model(self) -> None:
+        super()._check_model()
+
+    @together
+    def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
+        """Return the gradient of L and its value, see ``DataLinearOperator``."""
+        return super().gradient_and_loss()
+
     def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
         def head(output: Tensor) -> Callable[[Tensor], Tensor]:
             return self._row_maps(problem, output)[0]
@@ -72,6 +102,7 @@ class RowsLinearOperator(DataLinearOperator):
         up = self._row_maps(problem, output)[1]
         return lambda u, out: apply(up(u), out), self._num_rows(problem, output)
 
+    @together
     def _rows(self) -> ParameterSpace:
         """Return the space of all rows, one batch after the other."""
         shapes: list[tuple[int, ...]] = []
@@ -88,6 +119,7 @@ class RowsLinearOperator(DataLinearOperator):
             {"": shape if alike else (sum(self._lengths),)}, space.dtype, space.device
         )
 
+    @together
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors, which are zero outside of ``columns``."""
         num_columns = next(iter(columns.values())).shape[0]
@@ -104,6 +136,7 @@ class RowsLinearOperator(DataLinearOperator):
         self._check_finite(out)
         return out
 
+    @together
     def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
         U, space = rows.join_rows(columns), self.risk.space.restricted(names)

@@ -6,7 +6,7 @@ A rank with an error still takes part in the next communication, so that no othe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import fsum
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.support.digest import checksum
+from curvlinops.support.torch_internals import distributed_tensors
 
 
 class Ranks:
@@ -23,6 +24,8 @@ class Ranks:
     Args:
         group: A ``torch.distributed.ProcessGroup``; ``None`` for a single process, for which all
             methods return their arguments.
+        shards: The parameters of the model that are sharded over processes, which are gathered
+            inside of ``raise_on_all_ranks`` only.
 
     Attributes:
         size: The number of processes.
@@ -32,14 +35,14 @@ class Ranks:
         TypeError: If ``group`` is not a process group, or this process does not belong to it.
     """
 
-    def __init__(self, group: Any = None):
+    def __init__(self, group: Any = None, shards: Any = None):
         is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
         if group is not None and not is_group:
             raise TypeError(
                 "process_group must be a torch.distributed.ProcessGroup to which this process "
                 f"belongs, such as torch.distributed.group.WORLD, got {group!r}."
             )
-        self.group = group
+        self.group, self.shards = group, shards
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
 
     def __deepcopy__(self, memo: dict) -> "Ranks":
@@ -107,12 +110,13 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        try:
-            yield
-        except Exception as error:
-            self.gather_objects((f"{type(error).__name__}: {error}", None))
-            raise
-        reports = self.gather_objects((None, getattr(risk, "term_size", None)))
+        with nullcontext() if self.shards is None else self.shards.open():
+            try:
+                yield
+            except Exception as error:
+                self.gather_objects((f"{type(error).__name__}: {error}", None))
+                raise
+            reports = self.gather_objects((None, getattr(risk, "term_size", None)))
         messages, sizes = zip(*reports, strict=True)
         if any(messages):
             raise RuntimeError(f"There was an error on another rank. {self._listed(messages)}")
@@ -145,10 +149,16 @@ class Ranks:
 
     # --- collectives
 
+    def _settle(self) -> None:
+        """Take part in gathers of shards until all ranks are here, before they communicate."""
+        if self.shards is not None:
+            self.shards.settle()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in the order of ranks."""
         values = [value] * self.size
         if self.size > 1:
+            self._settle()
             distributed.all_gather_object(values, value, group=self.group)
         return values
 
@@ -174,6 +184,7 @@ class Ranks:
         """
         if self.size == 1:
             return tensor
+        self._settle()
         tensor = tensor.contiguous()
         if to is None:
             distributed.all_reduce(tensor, group=self.group)
@@ -229,6 +240,7 @@ class Ranks:
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return a rank's tensor, written to this rank's, which must be contiguous."""
         if self.size > 1:
+            self._settle()
             distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
@@ -277,13 +289,14 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
 
 
 def checksums_of(risk: Any) -> dict[str, int]:
-    """Return checksums of parameters and buffers, frozen parameters included."""
+    """Return checksums of parameters and buffers, frozen ones included, sharded ones not."""
     params = risk.model.params
     tensors, replaced = dict(params), set(map(id, params.values()))
     modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
     for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
         for name, x in module.state_dict(keep_vars=True).items():
-            is_dense = isinstance(x, Tensor) and x.is_floating_point() and not x.is_sparse
+            is_local = isinstance(x, Tensor) and not isinstance(x, distributed_tensors())
+            is_dense = is_local and x.is_floating_point() and not x.is_sparse
             if is_dense and id(x) not in replaced and name not in params:
                 tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
     sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])

@@ -39,6 +39,8 @@ class EmpiricalRisk:
 
     Attributes:
         facts: What is known of model and loss.
+        peers: The processes that evaluate the model together: ``ranks``, or for operators of one
+            process's data those with shards of the model.
         term_size: In a pass, the length of the outputs' last axis, if batches must agree on it.
     """
 
@@ -55,7 +57,11 @@ class EmpiricalRisk:
     ):
         self.model, self.loss, self.data = model, loss, batches
         self.progressbar, self.name, self.ranks, self.checks = progressbar, name, ranks, checks
-        self.per_sample = per_sample
+        self.per_sample, self.peers = per_sample, ranks
+        if model.shards is not None:
+            ranks.shards = model.shards
+            if ranks.group is None:
+                self.peers = Ranks(model.shards.group, model.shards)
         self.space = ParameterSpace.of(model.params)
         self.facts, self.term_size = ModelFacts(), None
 

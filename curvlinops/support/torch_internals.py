@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -51,8 +51,12 @@ def leave_uncompiled(subclass: type) -> None:
 
 
 def have_saved_tensor_hooks() -> bool:
-    """Return whether hooks replace what calls save for backward passes, as in checkpoints."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Return whether hooks replace what calls save for backward passes, as in checkpoints.
+
+    The package's own hooks, which do not depend on the order of calls, do not count.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not hooks[0].__module__.startswith("curvlinops.")
 
 
 def saved_values(node: Any) -> list[Any]:
@@ -136,6 +140,61 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def original_module(module: nn.Module) -> nn.Module:
     """Return the module that was passed to ``torch.compile``, or the module itself."""
     return getattr(module, "_orig_mod", module)
+
+
+# --- sharded modules
+
+_FSDP, _PARALLEL = "torch.distributed.fsdp._fully_shard.", "torch.distributed.tensor."
+
+
+def distributed_tensors() -> tuple[type, ...]:
+    """Return the class of tensors that are spread over processes, or nothing if there are none."""
+    library = sys.modules.get("torch.distributed.tensor")  # imported by whoever spreads a tensor
+    return () if library is None else (library.DTensor,)
+
+
+def all_gather(out: Tensor, tensor: Tensor, group: Any) -> None:
+    """Write the tensors of all processes to one, one after the other."""
+    library = torch.distributed  # PyTorch 2.13 has another name for the same
+    name = (
+        "all_gather_single" if hasattr(library, "all_gather_single") else "all_gather_into_tensor"
+    )
+    getattr(library, name)(out, tensor, group=group)
+
+
+def without_fsdp_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
+    """Return a module's hooks without those of ``torch.distributed.fsdp.fully_shard``."""
+    return {key: hook for key, hook in hooks.items() if not _is_from(_FSDP, hook)}
+
+
+def is_tensor_parallel_hook(hook: Any) -> bool:
+    """Return whether a hook on a module is one of ``torch.distributed.tensor.parallel``."""
+    return _is_from(_PARALLEL, hook)
+
+
+def _is_from(package: str, function: Any) -> bool:
+    return (getattr(function, "__module__", None) or "").startswith(package)
+
+
+def fsdp_policies(module: nn.Module) -> list[Any]:
+    """Return the ``MixedPrecisionPolicy`` with which a module was sharded, if it was."""
+    return [x._get_fsdp_state()._mp_policy for x in _fsdp_modules([module])]
+
+
+def reshard(module: nn.Module) -> None:
+    """Free parameters that ``fully_shard`` keeps whole from a forward to a backward pass."""
+    for child in _fsdp_modules(module.modules()):
+        child.reshard()
+
+
+def _fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    library = sys.modules.get("torch.distributed.fsdp")
+    return [] if library is None else [x for x in modules if isinstance(x, library.FSDPModule)]
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict, dict]:
+    """Return the dictionaries in which a module has hooks on forward passes."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 # --- tensors
