@@ -731,39 +731,21 @@ def placement() -> None:
 
 def placement_on_files() -> None:
     p, size = layers(), dist.get_world_size()
+    shard = replace(p, data=part(p.data))
     for case in ("kfac", "ekfac"):
         for placed in ("partition", "replicate"):
             folder = Path(sys.argv[3]) / f"factors-{case}-{placed}-{size}"
-            options = {"directory": folder, "module_partitions": 2, "fisher_type": "empirical"}
-            options |= {"fallback": "dense"}
-            own, alone = both(case, p, factor_placement=placed, fisher_type="empirical")
-            own = type(own)(
-                p.model,
-                p.loss,
-                p.params,
-                part(p.data),
-                process_group=group(),
-                factor_placement=placed,
-                **options,
-            )
+            options = {"factor_placement": placed, "fisher_type": "empirical"}
+            other, alone = both(case, p, **options)
             expected = matrix(alone)
-            assert error(matrix(own), expected) <= 1e-12
-            again = type(own)(
-                p.model,
-                p.loss,
-                p.params,
-                part(p.data),
-                process_group=group(),
-                factor_placement=placed,
-                **options,
-            )
-            assert error(matrix(again), expected) <= 1e-12
-            alone.load(folder)
-            assert error(matrix(alone), expected) <= 1e-12
+            options |= {"directory": folder, "module_partitions": 2, "process_group": group()}
+            for _ in range(2):  # computed, then found
+                own = ALL[case].build(shard, **options)
+                assert error(matrix(own), expected) <= 1e-12
+            for loaded in (alone, other):
+                loaded.load(folder)
+                assert error(matrix(loaded), expected) <= 1e-12
             assert error(matrix(curvlinops.load(folder)), expected) <= 1e-12
-            other, _ = both(case, p, factor_placement="partition", fisher_type="empirical")
-            other.load(folder)
-            assert error(matrix(other), expected) <= 1e-12
             dist.barrier()
 
 
