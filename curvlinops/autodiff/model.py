@@ -246,6 +246,8 @@ class ModuleModel(Model):
 
     def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
+        if self.shards is not None:
+            self.shards.find()
         targets = self._targets
         tensors = {id(x): with_attributes(values[n], x) for n, x in targets.items()}
         tables = (tensor_tables(module)[0] for module in modules_of([self.module]))
@@ -257,9 +259,7 @@ class ModuleModel(Model):
                 "Build a new operator."
             )
         spread = distributed_tensors()
-        if self.shards is not None:
-            self.shards.find()
-        elif any(isinstance(x, spread) for x in present.values()):
+        if self.shards is None and any(isinstance(x, spread) for x in present.values()):
             raise ValueError("The model was sharded since the operator was built. Build a new one.")
         constants = {
             k: without_history(x)

@@ -73,10 +73,7 @@ class Shards:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Shards | None":
-        """Return those of a module, ``None`` if it has none.
-
-        Parameters that FSDP keeps whole until a backward pass are sharded again.
-        """
+        """Return those of a module, ``None`` if it has none, see ``find``."""
         reshard(module)
         kind = distributed_tensors()
         sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
@@ -145,7 +142,11 @@ class Shards:
     # --- gathers
 
     def find(self) -> None:
-        """Look up the module's parameters, which have the same numbers in all processes."""
+        """Look up the module's parameters, which have the same numbers in all processes.
+
+        Those that FSDP keeps whole until a backward pass are sharded again.
+        """
+        reshard(self._module)
         tables = (tensor_tables(module)[0] for module in modules_of([self._module]))
         present = {id(x): x for table in tables for x in dict.values(table) if x is not None}
         self._tensors = list(present.values())
