@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,32 @@ def test_memory_of_a_part_only(cls: type, tmp_path: Path):
             operator.compute_kronecker_factors()
         peaks.append(live.peak)
     assert peaks[1] <= 0.4 * peaks[0]
+
+
+def test_parts_have_equal_shares_beside_a_large_embedding(tmp_path: Path):
+    layers = [nn.Linear(32, 32) for _ in range(5)]
+    model = nn.Sequential(nn.Embedding(300, 4), nn.Flatten(), nn.Linear(12, 32), *layers)
+    data = [(torch.randint(300, (4, 3)), torch.randint(32, (4,)))]
+    K = KFACLinearOperator(
+        model,
+        nn.CrossEntropyLoss(),
+        dict(model.named_parameters()),
+        data,
+        module_partitions=2,
+        directory=tmp_path,
+    )
+    K.compute_kronecker_factors()
+    parts = json.loads((tmp_path / "manifest.json").read_text())["parts"]
+    numbers = [
+        sum(
+            prod(shape)
+            for block in K.report()
+            if block.names[0] in part["names"]
+            for shape in block.factors
+        )
+        for part in parts
+    ]
+    assert max(numbers) <= 0.7 * sum(numbers)
 
 
 # --- processes that are killed

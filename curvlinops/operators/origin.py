@@ -60,13 +60,14 @@ def check_equal(source: str, other: dict[str, Any], this: dict[str, Any]) -> Non
         this: The fingerprint of this operator.
 
     Raises:
-        ValueError: If they differ, naming the first difference.
+        ValueError: If they differ, naming the first difference. Values under names that begin
+            with "the" are checksums, and are not shown.
     """
     for name, value in this.items():
         if other.get(name) != value:
-            message = (
-                f"The {source} differs in {name}: it has {other.get(name)}, this operator {value}."
-            )
+            # checksums are no numbers for people
+            shown = f": it has {other.get(name)}, this operator {value}"
+            message = f"The {source} differs in {name}{'' if name.startswith('the ') else shown}."
             raise ValueError(f"{message} {_SAME_LOSS}" if name == "loss" else message)
 
 

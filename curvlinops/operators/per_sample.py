@@ -205,13 +205,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _by_layer(self, problem: BatchProblem) -> JVP:
         """Prepare products layer by layer; with a graph where parameters have no rule."""
-        rows = None
-        if not problem.rules(SampleBackward, type(self).__name__, True).fallbacks:
-            states = GeneratorStates()
-            rows = self._rows_of(problem)
-            if rows.fallbacks and not problem.loss_needs_graph:
-                states.restore()
+        has_fallbacks = problem.rules(SampleBackward, type(self).__name__, True).fallbacks
+        states = GeneratorStates()
+        rows = None if has_fallbacks else self._rows_of(problem)
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
+            states.restore()
             return self._linearize(problem, single=False)
         return lambda V: products(rows, V).T
 
@@ -371,7 +369,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             "parameters": tuple(self.domain.shapes.items()),
             "dtype": str(self.torch_dtype),
             "loss": identity_of(self.risk.loss),
-            "the number of rows": self.shape[0],
+            "number of rows": self.shape[0],
             "terms": self.terms,
             "subsampling": indices,
             "per_position": per_position,

@@ -51,7 +51,7 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.support.arguments import check_choice, check_count, check_keywords
+from curvlinops.support.arguments import check_choice, check_count, check_flag, check_keywords
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -129,6 +129,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self.fallback = str(check_choice("fallback", self.fallback, Fallback))
         self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
         self.module_partitions = check_count("module_partitions", self.module_partitions)
+        self.directory = None if self.directory is None else Path(self.directory)
+        check_flag("resume", self.resume)
         check_choice("factor_placement", self.factor_placement, ("replicate", "partition"))
         if self.num_per_example_loss_terms is not None:
             self.num_per_example_loss_terms = check_count(
@@ -208,7 +210,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 uses = Uses(frozenset(groups), samples.fallbacks)
         uses = reduce(Uses.union, ranks.gather_objects(uses))
         groups = units(uses, names)
-        sizes = [num_entries(uses, group, self.space.shapes) for group in groups]
+        limit, shapes = self.max_factor_size, self.space.shapes
+        sizes = [num_entries(uses, group, shapes, limit) for group in groups]
         return in_passes(groups, sizes, num)
 
     def _open_directory(self, resume: bool) -> FactorDirectory | None:

@@ -5,6 +5,7 @@ from itertools import accumulate
 from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
+from curvlinops.structured.layout import ParameterView
 
 
 def units(
@@ -28,15 +29,28 @@ def units(
     return list(members.values())
 
 
-def num_entries(uses: Uses, names: Collection[str], shapes: Mapping[str, Sequence[int]]) -> int:
-    """Return about how many numbers the factors of some parameters have."""
-    sizes = {
-        (use.shape.groups, size)
-        for use in uses.known
-        if use.name in names and use.shape is not None
-        for size in (use.shape.outputs, 1 if use.shape.is_bias else use.shape.inputs)
-    }
-    return sum(prod(shapes[name]) for name in names) + sum(g * size**2 for g, size in sizes)
+def num_entries(
+    uses: Uses, names: Collection[str], shapes: Mapping[str, Sequence[int]], limit: int
+) -> int:
+    """Return about how many numbers some parameters and their factors have.
+
+    Args:
+        uses: The uses of all parameters.
+        names: The parameters.
+        shapes: The shapes of all parameters.
+        limit: The largest size of a factor that is no diagonal.
+    """
+    factors: dict[ParameterView, int] = {}
+    for use in uses.known:
+        shape = use.shape
+        if use.name not in names or shape is None or (shape.is_bias and use.shares_gradients):
+            continue
+        sizes = [(shape.outputs, False)]
+        sizes += [] if shape.is_bias else [(shape.inputs, shape.one_hot_inputs)]
+        factors[use.view] = shape.groups * sum(
+            size if is_diagonal or size > limit else size**2 for size, is_diagonal in sizes
+        )
+    return sum(prod(shapes[name]) for name in names) + sum(factors.values())
 
 
 def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> list[list[str]]:

@@ -261,7 +261,8 @@ class FactorSums:
         """
         groups = units(self.uses, self.space.names, map(_names, keys))
         new = [group for group in groups if self.owners.keys().isdisjoint(group)]
-        sizes = [num_entries(self.uses, group, self.space.shapes) for group in new]
+        limit = self.options.max_factor_size
+        sizes = [num_entries(self.uses, group, self.space.shapes, limit) for group in new]
         owners = dict(self.owners)
         for group, rank in zip(new, among(sizes, self.ranks.size), strict=True):
             owners |= dict.fromkeys(group, rank)
