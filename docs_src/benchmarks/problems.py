@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TEST = Path(__file__).parents[2] / "test"
+SHARED = Path(__file__).parents[2] / "test" / "shared"
 
 
 @dataclass
@@ -153,8 +153,8 @@ PROBLEMS = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
 def _of_the_test_suite(name: str) -> Problem:
     """Build a problem of the test suite, whose module has the same name as this one."""
     if "suite" not in sys.modules:
-        sys.path.append(str(TEST))
-        spec = importlib.util.spec_from_file_location("suite", TEST / "problems.py")
+        sys.path.append(str(SHARED))
+        spec = importlib.util.spec_from_file_location("suite", SHARED / "problems.py")
         sys.modules["suite"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["suite"])
     p = sys.modules["suite"].make(name)

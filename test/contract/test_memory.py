@@ -1,0 +1,192 @@
+"""Memory of products and of gradients of samples, and errors for want of memory."""
+
+import gc
+import weakref
+from typing import ClassVar
+
+import pytest
+import torch
+from contract import ALL, CASES, vectors
+from live_bytes import LiveBytes
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import curvlinops
+
+
+def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """Layers whose tangents are composed of many operations."""
+    layers = [m for _ in range(6) for m in (nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU())]
+    return nn.Sequential(*layers), torch.randn(batch, 64), torch.randn(batch, 64)
+
+
+@pytest.mark.parametrize("case", ["ggn", "fisher"])
+def test_single_products_need_little_more_than_a_gradient(case: str):
+    model, X, y = deep(10000)
+    params = list(model.parameters())
+    gradient = LiveBytes().peaks(
+        lambda: torch.autograd.grad(nn.functional.mse_loss(model(X), y), params)
+    )[0]
+    operator = CASES[case].operator(model, nn.MSELoss(), params, [(X, y)])
+    v = vectors(operator)
+    assert max(LiveBytes().peaks(lambda: operator @ v)) <= 1.5 * gradient
+
+
+def images() -> tuple[nn.Module, Tensor]:
+    """A network of convolutions with more entries than activations."""
+    layers = [nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(64, 160, 2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(160, 5)), torch.randn(900, 3, 8, 8)
+
+
+def sequences() -> tuple[nn.Module, Tensor]:
+    """A transformer with more entries than activations."""
+    layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True)
+    return nn.Sequential(layer, nn.Flatten(), nn.Linear(256, 5)).eval(), torch.randn(900, 4, 64)
+
+
+@pytest.mark.parametrize("make", [images, sequences])
+@pytest.mark.parametrize("quantity", ["norms", "gram", "second_moment"])
+def test_no_memory_for_rows(make, quantity: str):
+    model, X = make()
+    params, y = list(model.parameters()), torch.randint(5, (len(X),))
+    rows = curvlinops.PerSampleGradientLinearOperator(
+        model, nn.CrossEntropyLoss(), params, [(X, y)], check_deterministic=False
+    )
+    _, peak = LiveBytes().peaks(getattr(rows, quantity))
+    # temporary tensors are bounded, whatever N is; pairs of batches of rows need several
+    most = 0.95 if quantity == "gram" else 0.6
+    assert peak <= most * 4 * rows.shape[0] * rows.shape[1]
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+def test_products_with_factors_copy_none_of_them(fisher: str):
+    model = nn.Sequential(nn.Linear(400, 10), nn.Tanh(), nn.Linear(10, 400))
+    data = [(torch.randn(8, 400), torch.randint(400, (8,))) for _ in range(2)]
+    operator = curvlinops.KFACLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher
+    )
+    operator.compute_kronecker_factors()
+    factors = sum(x.nbytes for x in operator.state_dict().values() if isinstance(x, Tensor))
+    v, live = vectors(operator), LiveBytes()
+    first, _ = live.peaks(lambda: operator @ v)
+    assert first <= 5 * v.nbytes < factors / 2
+    assert live.now <= 1000
+
+
+class Watched(nn.Sequential):
+    """Notes what is computed on the way, without keeping it alive."""
+
+    seen: ClassVar[list] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+            self.seen.append(weakref.ref(x))
+        return x
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("case", ALL)
+def test_activations_do_not_wait_for_the_garbage_collector(case: str):
+    model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    loss = (nn.MSELoss(),) if ALL[case].takes_loss else ()
+    data = [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(2)]
+    operator = ALL[case].operator(model, *loss, list(model.parameters()), data)
+    run = getattr(operator, "compute_kronecker_factors", lambda: operator @ vectors(operator))
+    run()
+    gc.collect()
+    gc.disable()
+    try:
+        Watched.seen.clear()
+        run()
+        assert Watched.seen
+        assert all(ref() is None for ref in Watched.seen)
+    finally:
+        gc.enable()
+
+
+# --- errors for want of memory
+
+
+class Exhausted(nn.Module):
+    """A model with an evaluation for which there is no memory."""
+
+    def __init__(self, error: Exception, at: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.error, self.at = error, at
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(len(x))
+        if len(RUNS) == self.at:
+            raise self.error
+        return self.layers(x)
+
+
+RUNS: list[int] = []
+NO_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("case", ["hessian", "fisher", "gradients", "kfac"])
+def test_want_of_memory_is_no_reason_to_do_something_else(case: str, error: Exception):
+    entry, data = ALL[case], [(torch.randn(40, 3).double(), torch.randint(2, (40,)))]
+
+    def run(at: int) -> None:
+        RUNS.clear()
+        model = Exhausted(error, at)
+        loss = (nn.CrossEntropyLoss(),) if entry.takes_loss else ()
+        operator = entry.operator(model, *loss, list(model.parameters()), data)
+        operator @ vectors(operator)
+        if case == "gradients":
+            operator.norms()
+
+    run(0)
+    for at in range(1, len(RUNS) + 1):
+        with pytest.raises(type(error)) as raised:
+            run(at)
+        assert raised.value is error
+
+
+class Scarce(TorchDispatchMode):
+    """Has memory for tensors with so many entries."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most, self.largest, self.failures = most, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        size = max((x.numel() for x in tree_leaves(out) if isinstance(x, Tensor)), default=0)
+        if size > self.most:
+            self.failures += 1
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        self.largest = max(self.largest, size)
+        return out
+
+
+def test_fewer_columns_where_memory_is_scarce(caplog):
+    """Each column needs 1000 numbers for each layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
+    data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
+    H, single = (
+        curvlinops.HessianLinearOperator(
+            model, nn.MSELoss(), list(model.parameters()), data, chunk_size=chunk_size
+        )
+        for chunk_size in (None, 1)
+    )
+    V = torch.randn(H.shape[1], 16).double()
+    expected = single @ V
+    with H.linearized(), Scarce(5000) as memory:
+        torch.testing.assert_close(H @ V, expected)
+        assert memory.failures and memory.largest > 3000
+        memory.failures = 0
+        torch.testing.assert_close(H @ V, expected)
+        assert not memory.failures
+    assert "No memory for so many columns" in caplog.text

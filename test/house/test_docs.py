@@ -1,0 +1,193 @@
+"""The code in the documentation runs."""
+
+import doctest
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+
+import curvlinops
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md"]
+NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
+NAMES += ("spectra", "landscape", "extending", "kfac_optimizer")
+NAMES += ("installation", "optimizers", "laplace", "loss_landscapes", "pinns")
+NAMES += (
+    "api_operators",
+    "api_kfac",
+    "api_inverses",
+    "api_estimates",
+    "api_structured",
+    "api_base",
+)
+PAGES += [f"docs/{name}.md" for name in NAMES]
+
+EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
+#: The environment variable and its value with which pages of the gallery do less.
+FAST = ("CURVLINOPS_GALLERY", "fast")
+NOTEBOOKS = sorted((ROOT / "docs_src" / "notebooks").glob("*.ipynb"))
+_WITH_NOTEBOOKS = {f"plot_{notebook.stem}" for notebook in NOTEBOOKS}
+#: Pages that no other test runs in full.
+REDUCED = [s for s in EXAMPLES if FAST[0] in s.read_text() and s.stem not in _WITH_NOTEBOOKS]
+
+
+def blocks(page: str) -> str:
+    """Return all Python blocks of a page; later ones build on earlier ones."""
+    text = (ROOT / page).read_text()
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def test_versions_agree():
+    newest = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert newest[1] == cited[1] == curvlinops.__version__
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_run(page: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = blocks(page)
+    assert "import" in code
+    exec(compile(code, page, "exec"), {"__name__": "__main__"})
+
+
+def calls(page: str) -> list[str]:
+    """Return the code in the columns "call" of a page's tables."""
+    found, column = [], None
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) == 1:
+            column = None
+        elif column is None:
+            column = cells.index("call") if "call" in cells else -1
+        elif column > 0:
+            found += re.findall(r"`([^`]+)`", cells[column])
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/migration.md", "docs/laplace.md"])
+def test_calls_in_tables_run(page: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(blocks(page), namespace)
+    namespace |= {name: getattr(curvlinops, name) for name in curvlinops.__all__}
+    assert len(calls(page)) > 3
+    for call in calls(page):
+        eval(call, namespace)
+
+
+def test_docstrings_run():
+    names = [m.name for m in pkgutil.walk_packages(curvlinops.__path__, "curvlinops.")]
+    results = [doctest.testmod(importlib.import_module(name)) for name in names]
+    assert sum(result.attempted for result in results) > 0
+    assert not sum(result.failed for result in results)
+
+
+#: Folders from which pages name files.
+FOLDERS = [ROOT, ROOT / "curvlinops", ROOT / "test"]
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/extending.md", "test/README.md"])
+def test_pages_name_what_exists(page: str):
+    files = [*(ROOT / "curvlinops").rglob("*.py"), *(ROOT / "test").rglob("*.py")]
+    source = "".join(path.read_text() for path in files if path != Path(__file__))
+    for name in re.findall(r"`([\w./]+)(?:\([\w, ]*\))?`", (ROOT / page).read_text()):
+        if "/" in name or name.endswith(".py"):
+            assert any((folder / name).exists() for folder in FOLDERS), name
+        else:
+            assert name.rpartition(".")[2] in source, name
+
+
+def test_everything_public_is_on_an_api_page():
+    text = "".join(page.read_text() for page in (ROOT / "docs").glob("api_*.md"))
+    documented = re.findall(r"auto(?:class|function):: curvlinops\.(\w+)$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(curvlinops.__all__)
+
+
+def site_extension() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "site_extension.py"))
+
+
+def test_all_examples_have_a_place_in_the_gallery():
+    order = site_extension()["READING_ORDER"]
+    assert sorted(order) == [script.stem.removeprefix("plot_") for script in EXAMPLES]
+
+
+OPERATORS = [x for x in vars(curvlinops).values() if inspect.isclass(x)]
+OPERATORS = [x for x in OPERATORS if issubclass(x, curvlinops.TorchLinearOperator)]
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
+def test_api_pages_document_all_arguments(operator: type):
+    extension, lines = site_extension(), []
+    extension["inherit_entries"](None, "class", "", operator, None, lines)
+    sections = extension["sections"]("\n".join(lines))
+    documented = [name for name, _ in extension["entries"](sections.get("Args:", []))]
+    assert documented == list(inspect.signature(operator.__init__).parameters)[1:]
+
+
+def test_installation_page_has_all_requirements():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs" / "installation.md").read_text()
+    for requirement in project["dependencies"]:
+        name, bound = requirement.split(">=")
+        assert f"| `{name}` | {bound} or later" in page
+
+
+def run_example(script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a page of the gallery, which checks its own results, and check that it has figures."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setattr(plt, "show", lambda: None)
+    try:
+        with plt.rc_context({"backend": "agg"}), torch.random.fork_rng(devices=[]):
+            runpy.run_path(str(script), run_name="__main__")
+        assert plt.get_fignums()
+        assert all(figure.stat().st_size > 10_000 for figure in folder.glob("*.png"))
+    finally:
+        plt.close("all")
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
+def test_examples_run(script: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(*FAST)
+    run_example(script, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", REDUCED, ids=lambda script: script.stem)
+def test_examples_run_in_full(script: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.delenv(FAST[0], raising=False)
+    run_example(script, tmp_path, monkeypatch)
+
+
+def code_cells(notebook: Path) -> list[str]:
+    """Return the code of a notebook's cells."""
+    cells = json.loads(notebook.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_are_those_of_the_gallery(notebook: Path):
+    script = (EXAMPLES[0].parent / f"plot_{notebook.stem}.py").read_text()
+    assert all(cell.strip() in script for cell in code_cells(notebook))
+    assert notebook.stat().st_size < 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
+def test_notebooks_run(notebook: Path, tmp_path: Path, monkeypatch):
+    script = tmp_path / f"{notebook.stem}.py"
+    script.write_text("\n".join(code_cells(notebook)))
+    run_example(script, tmp_path, monkeypatch)

@@ -1,0 +1,603 @@
+"""The life of factors: when they are computed, how they are saved, updated and merged."""
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import problems
+import pytest
+import torch
+from contract import error, matrix
+from models import Conditional, Experts, Rewired, Using
+from problems import Problem
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import curvlinops
+from curvlinops import (
+    EKFACLinearOperator,
+    IdentityLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+    SubmatrixLinearOperator,
+)
+
+ROOT = Path(curvlinops.__file__).parents[1]
+CLASSES = [KFACLinearOperator, EKFACLinearOperator]
+both = pytest.mark.parametrize("cls", CLASSES)
+
+
+def build(cls: type, p: Problem, **options: Any):
+    options = {"fisher_type": "mc", "batch_size_fn": p.batch_size_fn} | options
+    return cls(p.model, p.loss, p.params, p.data, **options)
+
+
+def assert_equal_states(one: dict[str, Any], two: dict[str, Any]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        same = value == two[name]
+        assert same if isinstance(same, bool) else bool(same.all()), name
+
+
+@both
+def test_lazy_snapshot(cls: type):
+    p = problems.make("mlp-ce-mean")
+    passes = []
+
+    class Data:
+        def __iter__(self):
+            passes.append(1)
+            return iter(p.data)
+
+    operator = build(cls, replace(p, data=Data()), check_deterministic=False)
+    assert not passes
+    before = matrix(operator)
+    assert len(passes) == CLASSES.index(cls) + 1
+    with torch.no_grad():
+        p.params[0].mul_(1.5)
+    assert torch.equal(matrix(operator), before)
+    operator.compute_kronecker_factors()
+    assert error(matrix(operator), matrix(build(cls, p))) <= 1e-12
+    assert error(matrix(operator), before) > 1e-3
+
+
+DERIVED = {
+    "inverse": (lambda K: K.inverse(0.1), False),
+    "damped": (lambda K: K + 0.1 * IdentityLinearOperator(K.space), False),
+    "power": (lambda K: K**2, False),
+    "product": (lambda K: K @ K, False),
+    "eigendecomposition": (lambda K: K.eigh(), False),
+    "structure": (lambda K: K.structure, False),
+    "adjoint": (lambda K: K.T, True),
+    "sum": (lambda K: K + K, False),
+    "submatrix": (lambda K: SubmatrixLinearOperator(K, [0, 1], [0, 1]), True),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_derived_operators_follow_new_factors_or_not(name: str):
+    """Operators with structure are snapshots; operators that multiply by another one follow it."""
+    p = problems.make("mlp-ce-mean")
+    operator = build(KFACLinearOperator, p)
+    derive, follows = DERIVED[name]
+    derived = derive(operator)
+    before = matrix(derived)
+    with torch.no_grad():
+        p.params[0].mul_(1.5)
+    operator.compute_kronecker_factors()
+    expected = matrix(derive(operator)) if follows else before
+    assert error(before, matrix(derive(operator))) > 1e-3
+    assert error(matrix(derived), expected) <= 1e-12
+
+
+@both
+@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
+def test_saving(cls: type, name: str, tmp_path):
+    p = problems.make(name)
+    operator = build(cls, p, fallback="dense", separate_weight_and_bias=False)
+    expected = matrix(operator)
+    other = replace(p, data=p.data[:1])
+    loaded = build(cls, other, fallback="dense", separate_weight_and_bias=False)
+    operator.save(tmp_path / "factors")
+    loaded.load(tmp_path / "factors")
+    assert_equal_states(loaded.state_dict(), operator.state_dict())
+    # to rounding: products with the same numbers depend on how they lie in memory
+    assert error(matrix(loaded), expected) <= 1e-14
+    torch.save(operator.state_dict(), tmp_path / "state")
+    state = torch.load(tmp_path / "state", weights_only=True)
+    arguments = (p.model, p.loss, p.params, p.data)
+    options = {
+        "fisher_type": "mc", "fallback": "dense", "separate_weight_and_bias": False,
+        "batch_size_fn": p.batch_size_fn,
+    }  # fmt: skip
+    restored = cls.from_state_dict(state, *arguments, **options)
+    assert_equal_states(restored.state_dict(), state)
+    assert error(matrix(restored), expected) <= 1e-14
+    # more data is added as if nothing had happened
+    restored.update(p.data[0])
+    operator.update(p.data[0])
+    assert error(matrix(restored), matrix(operator)) <= 1e-12
+
+
+GROWING = {
+    "update": lambda operator, batch: operator.update(batch),
+    "decay": lambda operator, batch: operator.update(batch, decay=0.5),
+    "merge": lambda operator, batch: operator.merge(copy.deepcopy(operator)),
+}
+
+
+@pytest.mark.parametrize(
+    "how, cls",
+    [(how, cls) for how in GROWING for cls in CLASSES if cls is CLASSES[0] or how != "merge"],
+)
+def test_states_do_not_change(cls: type, how: str):
+    p = problems.make("cnn")
+    operator = build(cls, p)
+    state = operator.state_dict()
+    before = copy.deepcopy(state)
+    for _ in range(2):
+        GROWING[how](operator, p.data[0])
+    assert_equal_states(state, before)
+
+
+@both
+def test_loaded_states_are_copies(cls: type):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p)
+    state = copy.deepcopy(operator.state_dict())
+    loaded = build(cls, p)
+    loaded.load_state_dict(state)
+    for tensor in state.values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.zero_()
+    assert_equal_states(loaded.state_dict(), operator.state_dict())
+    assert error(matrix(loaded), matrix(operator)) <= 1e-14
+
+
+@both
+def test_files_that_are_in_use_can_be_replaced(cls: type, tmp_path):
+    path, p = tmp_path / "factors.safetensors", problems.make("mlp-ce-mean")
+    operator, loaded = build(cls, p), build(cls, p)
+    operator.save(path)
+    loaded.load(path)
+    before = matrix(loaded)
+    for factors in (operator, loaded):
+        factors.update(p.data[0])
+        factors.save(path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert error(matrix(loaded), matrix(operator)) <= 1e-12
+    assert error(matrix(loaded), before) > 1e-3
+
+
+@both
+def test_mismatches(cls: type, tmp_path):
+    p = problems.make("mlp-ce-mean")
+    state, ones = build(cls, p).state_dict(), torch.ones(3).double()
+    for options, what in [
+        ({"fisher_type": "empirical"}, "fisher_type"),
+        ({"kfac_approx": "reduce"}, "reduced"),
+        ({"separate_weight_and_bias": False}, "separate_weight_and_bias"),
+        ({"max_factor_size": 3}, "max_factor_size"),
+        ({"fallback": "dense"}, "fallback"),
+    ]:
+        with pytest.raises(ValueError, match=f"differs in {what}"):
+            build(cls, p, **options).load_state_dict(state)
+    for loss in (nn.MSELoss(), nn.CrossEntropyLoss(reduction="sum"), nn.CrossEntropyLoss(ones)):
+        with pytest.raises(ValueError, match="differs in loss"):
+            build(cls, replace(p, loss=loss), check_deterministic=False).load_state_dict(state)
+    fewer = replace(p, params=p.params[:2])
+    reordered = replace(p, params=p.params[::-1])
+    for other in (fewer, reordered):
+        with pytest.raises(ValueError, match="differs in parameters"):
+            build(cls, other).load_state_dict(state)
+    with pytest.raises(ValueError, match="no metadata"):
+        build(cls, p).load_state_dict({})
+    path = tmp_path / "other"
+    save_file({"x": torch.ones(1)}, str(path))
+    with pytest.raises(ValueError, match="not the state"):
+        build(cls, p).load(path)
+    torch.save({"x": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        build(cls, p).load(path)
+
+
+def test_classes_are_compared():
+    p = problems.make("mlp-ce-mean")
+    for one, two in (CLASSES, CLASSES[::-1]):
+        with pytest.raises(ValueError, match=f"differs in class: it has {two.__name__}"):
+            build(one, p).load_state_dict(build(two, p).state_dict())
+
+
+WRONG = {
+    "NaN": lambda x: x * float("nan"),
+    "infinite": lambda x: x + float("inf"),
+    "shape": lambda x: x.new_ones(2, 3, 5),
+    "integers": lambda x: x.long(),
+    "missing": None,
+    "no tensor": lambda x: x.tolist(),
+}
+
+
+@both
+@pytest.mark.parametrize("how", WRONG)
+def test_wrong_entries(cls: type, how: str):
+    """Entries that cannot be factors are refused, and the operator stays as it is."""
+    operator = build(cls, problems.make("cnn"))
+    state, before, change = operator.state_dict(), matrix(operator), WRONG[how]
+    for entry in state.keys() - {"metadata"}:
+        wrong = {k: v for k, v in state.items() if k != entry}
+        if change is not None:
+            wrong[entry] = change(state[entry])
+        with pytest.raises(ValueError, match=f"'{entry}'|damaged"):
+            operator.load_state_dict(wrong)
+    metadata = json.loads(state["metadata"])
+    for content in (3, {"class": "Saved", "arguments": []}, {"class": "Saved"}):
+        damaged = json.dumps(metadata | {"content": content})
+        with pytest.raises(ValueError, match="damaged|is a int, no Saved"):
+            operator.load_state_dict(state | {"metadata": damaged})
+    assert torch.equal(matrix(operator), before)
+    operator.load_state_dict(state)
+    assert torch.equal(matrix(operator), before)
+
+
+@both
+def test_copies(cls: type):
+    p = problems.make("cnn")
+    operator = build(cls, p)
+    expected = matrix(operator)
+    for other in (copy.deepcopy(operator), pickle.loads(pickle.dumps(operator))):
+        assert torch.equal(matrix(other), expected)
+    inverse = operator.inverse(damping=0.1)
+    assert torch.equal(matrix(pickle.loads(pickle.dumps(inverse))), matrix(inverse))
+    assert torch.equal(matrix(operator.to_device("cpu")), expected)
+
+
+def test_update():
+    p = problems.make("mlp-ce-mean")
+    first, last = p.data[0], p.data[-1]
+    operator = build(KFACLinearOperator, replace(p, data=[first]))
+    operator.update(last)
+    assert error(matrix(operator), matrix(build(KFACLinearOperator, p))) <= 1e-12
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_update_with_decay(fisher: str):
+    """Means in which older data weighs less."""
+    p = problems.make("mlp-ce-mean")
+    operators = [
+        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type=fisher) for batch in p.data
+    ]
+    A, A_new = (operator.input_covariances["0"] for operator in operators)
+    B, B_new = (operator.gradient_covariances["0"] for operator in operators)
+    n, m = (len(X) for X, _ in p.data)
+    operator = operators[0]
+    operator.update(p.data[1], decay=0.9)
+    weights = 0.9 * n, m
+    expected = (weights[0] * A + weights[1] * A_new) / sum(weights)
+    assert error(operator.input_covariances["0"], expected) <= 1e-14
+    if fisher == "empirical":  # draws depend on the number of the batch
+        expected = (weights[0] * B + weights[1] * B_new) / sum(weights)
+        assert error(operator.gradient_covariances["0"], expected) <= 1e-14
+    with pytest.raises(ValueError, match="decay must be between"):
+        operator.update(p.data[1], decay=1.5)
+
+
+@both
+@pytest.mark.parametrize("fisher", ["type-2", "mc"])
+def test_failed_updates_change_nothing(cls: type, fisher: str):
+    p = problems.make("mlp-ce-mean")
+    operator = build(cls, p, fisher_type=fisher, fallback="diagonal")
+    before, blocks = matrix(operator), operator.report()
+    X, y = p.data[0]
+    message = {0: "loss on batch . is nan", 2: "Batch 2: CrossEntropyLoss", 3: "has targets from"}
+    for i, batch in enumerate(
+        ((X * float("nan"), y), (X[:, :2], y), (X, y[:1]), (X, y + 100), (X, y.double()))
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message.get(i)):
+            operator.update(batch, decay=0.5)
+        assert torch.equal(matrix(operator), before)
+    operator.compute_kronecker_factors()  # nothing is concluded from numbers that are none
+    assert operator.report() == blocks
+    assert error(matrix(operator), before) <= 1e-12
+
+
+def test_rows_after_a_divergence():
+    p, name = problems.make("mlp-ce-mean"), "norms"
+    operator = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    before, weight = getattr(operator, name)(), p.params[0].detach().clone()
+    p.params[0].data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="loss on batch 0 is nan"):
+        getattr(operator, name)()
+    p.params[0].data.copy_(weight)
+    torch.testing.assert_close(getattr(operator, name)(), before)
+    assert not operator.fallbacks
+
+
+def test_merge():
+    p = problems.rebatched(problems.make("classes-ce-ignore-mean"), 1)
+    operators = [
+        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type="empirical", seed=seed)
+        for seed, batch in enumerate(p.data)
+        if bool((batch[1] != -100).any())
+    ]
+    first, *others = operators
+    for other in others:
+        state = copy.deepcopy(other.state_dict())
+        first.merge(other)
+        assert all(
+            torch.equal(state[k], v) for k, v in other.state_dict().items() if k != "metadata"
+        )
+    kept = [batch for batch in p.data if bool((batch[1] != -100).any())]
+    whole = build(KFACLinearOperator, replace(p, data=kept), fisher_type="empirical")
+    assert error(matrix(first), matrix(whole)) <= 1e-12
+
+
+def test_refused_merges():
+    p = problems.make("mlp-ce-mean")
+    operator = build(KFACLinearOperator, p)
+    for other in (
+        build(EKFACLinearOperator, p),
+        build(KFACLinearOperator, p, fisher_type="empirical"),
+    ):
+        with pytest.raises(ValueError, match="one class|differs in fisher_type"):
+            operator.merge(other)
+    with pytest.raises(ValueError):
+        operator.merge(build(KFACLinearOperator, replace(p, params=p.params[:2])))
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+def cubes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 3).sum()
+
+
+cubes.__name__ = cubes.__qualname__ = "squares"
+
+
+def times(factor: Any):
+    """Return a loss with a value in its closure."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (factor * (output - target) ** 2).sum()
+
+    return loss
+
+
+class Squares(nn.Module):
+    """A loss of the user's own, with options, a tensor, and a loss of PyTorch inside."""
+
+    def __init__(self, factor: float = 1.0, weight: float = 1.0, beta: float = 1.0):
+        super().__init__()
+        self.factor, self.inner = factor, nn.SmoothL1Loss(beta=beta, reduction="sum")
+        self.register_buffer("weight", torch.tensor(weight))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.weight * self.inner(output, target)
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor, k: float) -> torch.Tensor:
+    return k * squares(output, target)
+
+
+doubled = times(2.0)
+#: A loss, the same one again, and others that compute something else.
+LOSSES = {
+    "function": (squares, squares, [cubes, lambda o, t: squares(o, t)]),
+    "lambda": (add := lambda o, t: (o + t).sum(), add, [lambda o, t: (o - t).sum()]),
+    "closure": (doubled, doubled, [times(3.0), times(2.0)]),
+    "partial": (partial(weighted, k=2), partial(weighted, k=2), [partial(weighted, k=3)]),
+    "module": (Squares(), Squares(), [Squares(2.0), Squares(weight=2.0), Squares(beta=2.0)]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_user_are_compared(name: str):
+    """Losses of the same name may differ."""
+    p = problems.make("mlp-mse-sum")
+    one, same, others = LOSSES[name]
+
+    def make(loss: Any) -> KFACLinearOperator:
+        return build(
+            KFACLinearOperator, replace(p, loss=loss), fisher_type="empirical", reduction="sum"
+        )
+
+    first = make(one)
+    expected = 2 * first.trace()
+    state = first.state_dict()
+    make(same).load_state_dict(state)
+    for other in others:
+        with pytest.raises(ValueError, match="differs in loss: .* Functions are compared by"):
+            make(other).load_state_dict(state)
+        with pytest.raises(ValueError, match="The other operator differs in loss"):
+            first.merge(make(other))
+    first.merge(make(same))
+    torch.testing.assert_close(first.trace(), expected)
+
+
+SCRIPT = """
+import sys, torch
+from torch import Tensor, nn
+from curvlinops import KFACLinearOperator
+
+scale = 2.0
+
+def my_loss(output, target):
+    return scale * ((output - target) ** 2).sum()
+
+torch.manual_seed(0)
+model, data = nn.Linear(3, 2), [(torch.randn(4, 3), torch.randn(4, 2))]
+options = {"fisher_type": "empirical", "reduction": "sum"}
+K = KFACLinearOperator(model, my_loss, list(model.parameters()), data, **options)
+getattr(K, sys.argv[1])("factors")
+unnamed = lambda o, t: scale * my_loss(o, t)
+K = KFACLinearOperator(model, unnamed, list(model.parameters()), data, **options)
+try:
+    getattr(K, sys.argv[1])("unnamed")
+except ValueError as error:
+    assert sys.argv[1] == "load" and "lambdas" in str(error)
+else:
+    assert sys.argv[1] == "save"
+"""
+
+
+@pytest.mark.extensive
+def test_losses_of_the_user_in_another_process(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for seed, method in enumerate(["save", "load"]):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "script.py", method]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+
+
+@both
+def test_structure_that_shows_later(cls: type):
+    torch.manual_seed(0)
+    model, x, y = Conditional().double(), torch.randint(3, (6,)), torch.randint(3, (6,))
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    loss, params = nn.CrossEntropyLoss(), list(model.parameters())
+    options = {"fisher_type": "type-2", "check_deterministic": False}
+    one = cls(model, loss, params, data, **options)
+    two = cls(model, loss, params, data[::-1], **options)
+    assert error(matrix(one), matrix(two)) <= 1e-12
+    first = cls(model, loss, params, data[:1], **options)
+    first.update(data[1])
+    assert error(first.trace(), one.trace()) <= 1e-12
+    if cls is KFACLinearOperator:
+        assert error(matrix(first), matrix(one)) <= 1e-12
+    # from a state, what was not used yet is known as well
+    last = cls(model, loss, params, data[1:], **options)
+    last.load_state_dict(copy.deepcopy(first.state_dict()))
+    first.update(data[0], decay=0.5)
+    last.update(data[0], decay=0.5)
+    assert error(matrix(last), matrix(first)) <= 1e-12
+
+
+@both
+@pytest.mark.parametrize("joint", [False, True])
+def test_experts_that_are_used_later(cls: type, joint: bool):
+    torch.manual_seed(0)
+    model, x, y = Experts().double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    some = [x[:, 0] <= 0, x[:, 0] > 0]
+    data, params = [(x[i], y[i]) for i in some], dict(model.named_parameters())
+
+    def build(data: list, **options: Any):
+        options = {"check_deterministic": False, "separate_weight_and_bias": not joint} | options
+        options = {"fisher_type": "empirical"} | options
+        return cls(model, nn.MSELoss(), params, data, **options)
+
+    whole, (one, two) = build(data), (build([batch]) for batch in data)
+    updated = build(data[:1])
+    updated.update(data[1])
+    if cls is KFACLinearOperator:
+        one.merge(two)
+        assert one.report() == whole.report()
+        assert error(matrix(one), matrix(whole)) <= 1e-12
+        assert error(matrix(updated), matrix(whole)) <= 1e-12
+    loaded = build(data)
+    loaded.load_state_dict(updated.state_dict())
+    assert {block.structure for block in updated.report()} == {"kronecker", "dense", "zero"}
+    assert updated.report() == whole.report()
+    assert error(updated.trace(), whole.trace()) <= 1e-12
+    assert torch.equal(matrix(loaded), matrix(updated))
+
+
+@both
+def test_structures_that_conflict(cls: type):
+    torch.manual_seed(0)
+    model, x, y = Rewired().double(), torch.randint(3, (6,)), torch.randint(3, (6,))
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    options = {"fallback": "dense", "check_deterministic": False, "fisher_type": "type-2"}
+    first, last, whole, reverse = (
+        cls(model, nn.CrossEntropyLoss(), list(model.parameters()), part, **options)
+        for part in (data[:1], data[1:], data, data[::-1])
+    )
+    before = matrix(first)
+    message = r"embed\.weight in other ways.* a batch first"
+    for add in (lambda: first.update(data[1]), whole.trace):
+        with pytest.raises(RuntimeError, match=message):
+            add()
+    with pytest.raises((RuntimeError, ValueError), match="from all data|cannot be merged"):
+        first.merge(last)
+    assert torch.equal(matrix(first), before)
+    assert {block.structure for block in reverse.report()} == {"dense", "kronecker"}
+
+
+@both
+def test_factors_anew_with_other_data(cls: type):
+    """Nothing of earlier data is left, such as uses of a parameter in another way."""
+    torch.manual_seed(0)
+    model, x, y = Conditional().double(), torch.randint(3, (6,)), torch.randint(3, (6,))
+    data = [(x[:4], y[:4]), (x[4:], y[4:])]
+    options = {"fisher_type": "type-2", "check_deterministic": False}
+    arguments = (model, nn.CrossEntropyLoss(), list(model.parameters()))
+    operator = cls(*arguments, data, **options)
+    matrix(operator)
+    data.pop()
+    operator.compute_kronecker_factors()
+    assert error(matrix(operator), matrix(cls(*arguments, data, **options))) <= 1e-12
+
+
+def attention(m: Using, X: dict[str, Any]) -> Tensor:
+    """Keys have inputs of their own in some batches."""
+    h = torch.tanh(m.embed(X["x"]))
+    q, k, v = m.q(h), m.k(2 * h if X["own"] else h), m.v(h)
+    return m.head(torch.nn.functional.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+@both
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("damping", [{}, {"use_heuristic_damping": True}])
+def test_layers_with_the_same_inputs_share_a_factor(
+    cls: type, reduce: bool, damping: dict[str, bool], tmp_path
+):
+    torch.manual_seed(0)
+    linear = {name: nn.Linear(3, 3) for name in ("embed", "q", "k", "v", "head")}
+    model = Using(attention, **linear).double()
+    X = [{"x": torch.randn(n, 4, 3).double(), "own": n == 3} for n in (4, 3, 5)]
+    data = [(x, torch.randint(3, (len(x["x"]),))) for x in X]
+    params = dict(model.named_parameters())
+    options = {"fisher_type": "type-2", "kfac_approx": "reduce" if reduce else "expand"}
+    arguments = model, nn.CrossEntropyLoss(), params
+    alike, operator = (cls(*arguments, some, **options) for some in (data[::2], data))
+    of_batches = alike.input_covariances
+    assert of_batches["q"].data_ptr() == of_batches["k"].data_ptr() == of_batches["v"].data_ptr()
+    A = operator.input_covariances
+    assert A["q"].data_ptr() == A["v"].data_ptr() != A["k"].data_ptr()
+    for name in linear:  # one layer alone shares nothing
+        own = {key: x for key, x in params.items() if key.startswith(f"{name}.")}
+        alone = cls(model, nn.CrossEntropyLoss(), own, data, **options)
+        together = SubmatrixLinearOperator(operator, list(own), list(own))
+        assert error(matrix(together), matrix(alone)) <= 1e-12
+        if cls is KFACLinearOperator:
+            inverse = operator.inverse(0.1, **damping)
+            together = SubmatrixLinearOperator(inverse, list(own), list(own))
+            assert error(matrix(together), matrix(alone.inverse(0.1, **damping))) <= 1e-12
+    before = matrix(operator)
+    operator.save(tmp_path / "factors")
+    alike.load(tmp_path / "factors")
+    assert error(matrix(alike), before) <= 1e-14
+    if cls is KFACLinearOperator:
+        first, last = (cls(*arguments, some, **options) for some in (data[:1], data[1:]))
+        first.merge(last)
+        assert error(matrix(first), before) <= 1e-12
+        last.update(data[0])
+        assert error(matrix(last), before) <= 1e-12
+
+
+def test_layers_in_half_precision_share_a_factor():
+    torch.manual_seed(0)
+    linear = {name: nn.Linear(3, 3) for name in ("embed", "q", "k", "v", "head")}
+    model = Using(attention, **linear).bfloat16()
+    X = {"x": torch.randn(4, 4, 3).bfloat16(), "own": False}
+    params = list(model.parameters())
+    K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(X, torch.randint(3, (4,)))])
+    assert K.input_covariances["q"].data_ptr() == K.input_covariances["v"].data_ptr()

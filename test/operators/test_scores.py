@@ -1,0 +1,418 @@
+"""Inner products of the gradients of samples with vectors, against plain autograd."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problems
+import pytest
+import reference
+import torch
+from contract import CASES, dense, error
+from live_bytes import LiveBytes
+from models import Using
+from problems import Problem
+from torch import Tensor, nn
+
+import curvlinops
+from curvlinops import PerSampleGradientLinearOperator
+
+
+def rows_of(p: Problem, **options: Any) -> PerSampleGradientLinearOperator:
+    return CASES["gradients"].build(p, check_deterministic=False, **options)
+
+
+def vectors(rows: PerSampleGradientLinearOperator, num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows.shape[1], num, generator=generator, dtype=rows.torch_dtype)
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("name", problems.NAMES)
+def test_all_problems(name: str, num: int):
+    p = problems.make(name)
+    rows = rows_of(p)
+    P = vectors(rows, num)
+    expected = dense("gradients", name).to(P) @ P
+    assert error(rows.scores(P), expected) <= 10 * p.tolerance
+    assert error(rows @ P, expected) <= 10 * p.tolerance
+
+
+def test_kinds_of_vectors():
+    p = problems.make("mlp-ce-mean")
+    rows = rows_of(p)
+    P = vectors(rows, 2)
+    expected = rows.scores(P)
+    one = rows.scores(P[:, 0])
+    assert one.shape == (rows.shape[0],)
+    assert torch.allclose(one, expected[:, 0])
+    as_array = rows.scores(P.numpy())
+    assert isinstance(as_array, np.ndarray)
+    assert np.allclose(as_array, expected)
+    as_list = rows.domain.split(P)
+    assert torch.equal(rows.scores(list(as_list.values())), expected)
+    assert torch.equal(rows.scores({n: x[..., 0] for n, x in as_list.items()}), one)
+    chosen = [4, 0, 4]
+    some = rows_of(p, subsampling=chosen)
+    assert torch.allclose(some.scores(P), expected[chosen])
+    by_term = rows_of(p, terms="term")
+    assert torch.allclose(by_term.scores(P), by_term.dense() @ P)
+    with pytest.raises(ValueError, match="length|shape"):
+        rows.scores(P[1:])
+
+
+def test_derivatives_with_respect_to_vectors(tmp_path: Path):
+    rows = rows_of(problems.make("transformer-tied"))
+    P = vectors(rows, 3).requires_grad_()
+    weights = torch.randn(rows.shape[0], 3, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((rows.scores(P) * weights).sum(), P)
+    assert error(gradient, rows.dense().T @ weights) <= 1e-12
+    for options in ({"out": tmp_path / "scores.npy"}, {"per_position": True}):
+        with pytest.raises(ValueError, match="not differentiable.*detach"):
+            rows.scores(P, **options)
+    with pytest.raises(ValueError, match="not differentiable.*detach"):
+        rows.low_rank(P, 2)
+
+
+def test_batches_without_rows(tmp_path: Path):
+    p = sequences(5, 5)
+    P, whole = vectors(rows_of(p), 2), rows_of(p).scores(vectors(rows_of(p), 2), per_position=True)
+    X, y = p.data[0]
+    empty = X[:0], y[:0]
+    rows = rows_of(replace(p, data=[empty, p.data[0], empty, p.data[1]]))
+    for out in (None, tmp_path / "scores.npy", tmp_path / "scores.npy"):
+        scores = rows.scores(P, out=out, per_position=True)
+        scores = torch.tensor(scores) if isinstance(scores, np.ndarray) else scores
+        torch.testing.assert_close(scores, whole)
+    none = rows_of(p, subsampling=[])
+    assert none.scores(P).shape == (0, 2)
+    assert none.scores(P[:, 0]).shape == (0,)
+    for _ in range(2):
+        assert none.scores(P, out=tmp_path / "none.npy").shape == (0, 2)
+
+
+def test_products_without_rules():
+    """Parameters without a rule need one pass for a batch in products, not one for each sample."""
+    p = problems.make("lstm-packed")
+    rows = rows_of(p)
+    P, calls = vectors(rows, 3), []
+    rows @ P  # which finds out that a parameter has no rule
+    hook = p.model.register_forward_hook(lambda *_: calls.append(1))
+    found = rows @ P
+    hook.remove()
+    assert len(calls) == len(p.data)
+    assert error(found, dense("gradients", "lstm-packed") @ P) <= p.tolerance
+
+
+def test_memory_of_one_layer():
+    torch.manual_seed(0)
+    layers = [m for _ in range(8) for m in (nn.Linear(128, 128, bias=False), nn.Tanh())]
+    model = nn.Sequential(*layers)
+    data = [(torch.randn(64, 128), torch.randn(64, 128)) for _ in range(2)]
+    rows = PerSampleGradientLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    P = vectors(rows, 4)
+    assert rows.low_rank(P, 8).num_bytes < P.nbytes / 4
+    _, peak = LiveBytes().peaks(lambda: rows.scores(P))
+    of_batch = 64 * 4 * rows.shape[1]
+    assert peak <= 0.3 * of_batch
+
+
+# --- by position
+
+
+def tokens(m: Using, x: Tensor) -> Tensor:
+    """A transformer's layer: ``[N, T]`` to ``[N, C, T]``."""
+    h = torch.tanh(m.norm(m.embed(x)))
+    q, k, v = m.q(h), m.k(h), m.v(h)
+    h = h + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.head(torch.tanh(m.out(h))).transpose(1, 2)
+
+
+def sequences(*lengths: int, **parts: nn.Module) -> Problem:
+    torch.manual_seed(0)
+    linear = {name: nn.Linear(3, 3) for name in ("q", "k", "v", "out")}
+    norm = nn.LayerNorm(3, eps=0.1)
+    linear |= {"embed": nn.Embedding(7, 3), "norm": norm, "head": nn.Linear(3, 4)} | parts
+    model = Using(parts.pop("function", tokens), **linear).double()
+    data = [
+        (torch.randint(7, (n, t)), torch.randint(4, (n, t)))
+        for n, t in zip((3, 2), lengths, strict=True)
+    ]
+    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+
+
+def by_position(p: Problem, P: Tensor) -> Tensor:
+    """A parameter's gradients at each position of each of its layer's calls, ``[N, T, K]``."""
+    found = []
+    modules = [
+        m for m in p.model.modules() if isinstance(m, nn.Linear | nn.Embedding | nn.LayerNorm)
+    ]
+    shapes = [x.shape for x in p.params]
+    parts = P.split([x.numel() for x in p.params])
+    columns = {id(x): c.view(*s, -1) for x, c, s in zip(p.params, parts, shapes, strict=True)}
+    for X, y in p.data:
+        for x, target in zip(X, y, strict=True):
+            seen: list[tuple] = []
+
+            def see(m: nn.Module, i: tuple, out: Tensor, seen: list[tuple] = seen) -> None:
+                seen.append((m, i[0], out))
+
+            hooks = [m.register_forward_hook(see) for m in modules]
+            loss = p.loss(p.model(x[None]), target[None]) * len(target)
+            for hook in hooks:
+                hook.remove()
+            grads = torch.autograd.grad(loss, [out for *_, out in seen])
+            total = 0.0
+            for (m, i, _), g in zip(seen, grads, strict=True):
+                if isinstance(m, nn.Embedding):
+                    i = nn.functional.one_hot(i, 7).double()
+                    total = total + torch.einsum("ti,to,iok->tk", i[0], g[0], columns[id(m.weight)])
+                    continue
+                total = total + g[0] @ columns[id(m.bias)]
+                if isinstance(m, nn.LayerNorm):
+                    i = nn.functional.layer_norm(i[0], i[0].shape[-1:], eps=m.eps)
+                    total = total + (g[0] * i) @ columns[id(m.weight)]
+                    continue
+                total = total + torch.einsum("ti,to,oik->tk", i[0], g[0], columns[id(m.weight)])
+            found.append(total)
+    return torch.stack(found).detach()
+
+
+def test_scores_of_positions():
+    p = sequences(5, 5)
+    rows = rows_of(p)
+    P = vectors(rows, 3)
+    scores = rows.scores(P, per_position=True)
+    assert scores.shape == (5, 5, 3)
+    assert error(scores, by_position(p, P)) <= 1e-10
+    assert error(scores.sum(1), rows.scores(P)) <= 1e-10
+    assert rows.scores(P[:, 0], per_position=True).shape == (5, 5)
+    assert error(rows.scores(rows.low_rank(P, 4), per_position=True), scores) <= 1e-10
+
+
+class Twice(nn.Module):
+    """The positions twice: once each in two halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mean(1, keepdim=True)).expand_as(x)
+
+
+@pytest.mark.parametrize(
+    "part, message",
+    [
+        (
+            {"v": nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))},
+            "'v.parametrizations.weight.original.' has no positions",
+        ),
+        ({"v": Twice()}, "'v.inner.weight' has 1 positions for each sample"),
+    ],
+)
+def test_layers_without_the_positions(part: dict[str, nn.Module], message: str):
+    rows = rows_of(sequences(5, 5, **part))
+    with pytest.raises(ValueError, match=f"{message}.*leave the others out of params"):
+        rows.scores(vectors(rows, 1), per_position=True)
+
+
+def test_sequences_of_other_lengths(tmp_path: Path):
+    rows = rows_of(sequences(5, 4))
+    P = vectors(rows, 1)
+    for out in (None, tmp_path / "scores.npy"):
+        with pytest.raises(ValueError, match="Batch 1 has sequences of 4 positions.*pad all"):
+            rows.scores(P, out=out, per_position=True)
+    terms = rows_of(sequences(5, 5), terms="term")
+    with pytest.raises(ValueError, match="omit terms='term'"):
+        terms.scores(P, per_position=True)
+
+
+# --- low rank
+
+
+@pytest.mark.parametrize("name", ["mlp-mse-mean", "cnn", "transformer-tied"])
+def test_low_rank(name: str):
+    p = problems.make(name)
+    rows = rows_of(p)
+    P = vectors(rows, 3)
+    exact = rows.scores(P)
+    full = rows.low_rank(P, 100)
+    assert error(rows.scores(full), exact) <= 1e-12
+    assert not full.relative_error.any()
+    low = rows.low_rank(P, 2)
+    # the nearest matrices of rank two, by the singular value decomposition
+    columns, squares = [], 0.0
+    for x, part in zip(p.params, P.split([x.numel() for x in p.params]), strict=True):
+        each = []
+        for column in part.T:
+            matrix = column.view(len(x), -1) if x.ndim > 1 else column.view(-1, 1)
+            U, S, V = torch.linalg.svd(matrix, full_matrices=False)
+            each.append((U[:, :2] * S[:2] @ V[:2]).flatten())
+        columns.append(torch.stack(each, 1))
+        squares = squares + (columns[-1] - part).square().sum(0)
+    nearest = torch.cat(columns)
+    assert error(low.relative_error, squares.sqrt() / P.norm(dim=0)) <= 1e-8
+    scores = rows.scores(low)
+    assert error(scores, reference.per_sample_gradients(p) @ nearest) <= 1e-8
+    bound = rows.norms()[:, None] * P.norm(dim=0) * low.relative_error
+    assert bool(((scores - exact).abs() <= bound * (1 + 1e-9)).all())
+    one = rows.low_rank(P[:, 0], 2)
+    assert error(rows.scores(one), scores[:, 0]) <= 1e-12
+    with pytest.raises(ValueError, match="low rank already"):
+        rows.low_rank(one, 1)
+    other = rows_of(replace(p, params=p.params[:2]))
+    with pytest.raises(ValueError, match="other parameters"):
+        other.scores(low)
+
+
+# --- files
+
+
+def test_files(tmp_path: Path):
+    path = tmp_path / "scores.npy"
+    p = problems.make("mlp-ce-mean")
+    rows = rows_of(p)
+    P = vectors(rows, 3)
+    scores = rows.scores(P, out=path)
+    assert isinstance(scores, np.memmap)
+    expected = rows.scores(P)
+    assert torch.equal(torch.tensor(np.load(path)), expected)
+    before = path.read_bytes()
+    again = rows.scores(P, out=path)
+    assert np.array_equal(again, scores)
+    assert path.read_bytes() == before
+    chosen = rows_of(p, subsampling=[4, 0, 3]).scores(P, out=tmp_path / "chosen.npy")
+    assert np.allclose(chosen, expected[[4, 0, 3]])
+    low = rows.scores(rows.low_rank(P, 1), out=str(tmp_path / "low.npy"))
+    assert np.allclose(low, rows.scores(rows.low_rank(P, 1)))
+    vector = rows.scores(P[:, 0], out=tmp_path / "vector.npy")
+    assert np.allclose(vector, expected[:, 0])
+
+
+class Interrupted:
+    """Data that breaks off in some passes."""
+
+    def __init__(self, data: list):
+        self.data, self.breaks, self.read = data, True, 0
+
+    def __iter__(self):
+        for number, pair in enumerate(self.data):
+            if self.breaks and number == 2:
+                raise KeyboardInterrupt
+            self.read += 1
+            yield pair
+
+
+def test_continued_files(tmp_path: Path):
+    p = problems.make("mlp-ce-mean")
+    p = replace(p, data=[*p.data, *p.data])
+    whole, part = tmp_path / "whole.npy", tmp_path / "part.npy"
+    P = vectors(rows_of(p), 2)
+    rows_of(p).scores(P, out=whole)
+    data = Interrupted(p.data)
+    data.breaks = False
+    rows = rows_of(replace(p, data=data))
+    data.breaks = True
+    with pytest.raises(KeyboardInterrupt):
+        rows.scores(P, out=part)
+    data.breaks = False
+    calls = []
+    hook = p.model.register_forward_hook(lambda *_: calls.append(1))
+    rows.scores(P, out=part)
+    hook.remove()
+    assert part.read_bytes() == whole.read_bytes()
+    assert len(calls) <= len(p.data)  # complete batches are not evaluated
+
+
+OTHERS = {
+    "vectors": (lambda p, P: (p, P + 1), "differs in the vectors"),
+    "values": (lambda p, P: (p.params[0].data.mul_(2), (p, P))[1], "differs in the values of"),
+    "data": (lambda p, P: (replace(p, data=p.data[::-1]), P), "differs in the first batch"),
+    "loss": (
+        lambda p, P: (replace(p, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), P),
+        "differs in loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_files_of_something_else(name: str, tmp_path: Path):
+    path, p = tmp_path / "scores.npy", problems.make("mlp-ce-mean")
+    P = vectors(rows_of(p), 2)
+    rows_of(p).scores(P, out=path)
+    before = path.read_bytes()
+    change, message = OTHERS[name]
+    other, columns = change(p, P)
+    with pytest.raises(ValueError, match=f"{message}.*Choose another path, or delete it"):
+        rows_of(other).scores(columns, out=path)
+    assert path.read_bytes() == before
+
+
+def test_damaged_files(tmp_path: Path):
+    path, p = tmp_path / "scores.npy", problems.make("mlp-ce-mean")
+    rows = rows_of(p)
+    P, state = vectors(rows, 2), tmp_path / "scores.npy.json"
+    run = partial(rows.scores, P, out=path)
+    np.save(path, np.zeros(3))
+    with pytest.raises(ValueError, match="exists, and was not written by scores"):
+        run()
+    path.unlink()
+    run()
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ValueError, match="missing or damaged"):
+        run()
+    state.write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        run()
+    state.write_text(json.dumps({"format": "older"}))
+    with pytest.raises(ValueError, match="another version"):
+        run()
+    with pytest.raises(ValueError, match="path of a .npy file"):
+        rows.scores(P, out=tmp_path / "scores.bin")
+
+
+def main(path: str, when: int) -> None:
+    """Write scores, and die at the write of a state."""
+    from curvlinops.operators import scores
+
+    replacing, count = scores.replacing, [0]
+
+    def dying(file: Path):
+        count[0] += 1
+        if count[0] == when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replacing(file)
+
+    scores.replacing = dying
+    p = sequences(5, 5)
+    rows_of(p).scores(vectors(rows_of(p), 2), out=path, per_position=True)
+
+
+@pytest.mark.extensive
+def test_killed_processes_continue(tmp_path: Path):
+    whole, killed = tmp_path / "whole.npy", tmp_path / "killed.npy"
+    p = sequences(5, 5)
+    rows, P = rows_of(p), vectors(rows_of(p), 2)
+    rows.scores(P, out=whole, per_position=True)
+    paths = os.pathsep.join(
+        map(str, (Path(curvlinops.__file__).parents[1], Path(problems.__file__).parent))
+    )
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    for when in (1, 2, 2):
+        command = [sys.executable, __file__, str(killed), str(when)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    rows.scores(P, out=killed, per_position=True)
+    assert killed.read_bytes() == whole.read_bytes()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

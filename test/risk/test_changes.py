@@ -1,0 +1,287 @@
+"""Products are of the model, the loss and the data as they are at that moment."""
+
+import array
+import copy
+import functools
+import pickle
+import types
+import warnings
+import weakref
+from collections import ChainMap
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import MethodType
+
+import changeable
+import pytest
+import torch
+from changeable import Changeable, World
+from contract import ALL, error, vectors
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops.autodiff.used_modules import find_modules
+
+
+def _fused_adam(w: World) -> None:
+    w.loss(w.model(w.data[0][0]), w.data[0][1]).backward()
+    torch.optim.Adam(w.params, lr=1e-2, fused=True).step()
+
+
+def _own_forward(w: World) -> None:
+    w.model.forward = MethodType(lambda self, x: 1.1 * Changeable.forward(self, x), w.model)
+
+
+def _hook_on_loss(w: World) -> None:
+    w.loss.weight = None
+    w.loss.register_forward_hook(lambda m, i, out: 3 * out)
+
+
+def _own_loss(w: World) -> None:
+    w.loss.forward = lambda output, y: (output.pow(4).sum(1) * (y + 1)).mean()
+
+
+CHANGES: dict[str, Callable[[World], object]] = {
+    "in place": torch.no_grad()(lambda w: w.params[0].mul_(1.1)),
+    "data": lambda w: w.params[0].data.add_(0.1),
+    "data, assigned": lambda w: setattr(w.params[0], "data", w.params[0].data.flip(0)),
+    "foreach": lambda w: torch._foreach_mul_([p.data for p in w.params], 1.1),
+    "fused Adam": _fused_adam,
+    "state": lambda w: w.model.load_state_dict({n: 2 * x for n, x in w.model.state_dict().items()}),
+    "frozen": lambda w: w.model.frozen.data.mul_(1.1),
+    "frozen, assigned": lambda w: w.model.load_state_dict(
+        {"frozen": w.model.frozen * 1.1}, strict=False, assign=True
+    ),
+    "buffer": lambda w: w.model.norm.running_mean.data.add_(0.2),
+    "buffer, replaced": lambda w: setattr(w.model.norm, "running_var", torch.rand(5).double()),
+    "plain tensor": lambda w: w.model.plain.data.mul_(1.1),
+    "array": lambda w: w.model.array.__imul__(1.1),
+    "train": lambda w: w.model.norm.train(),
+    "attribute": lambda w: setattr(w.model, "gain", 1.1),
+    "nested": lambda w: w.model.config["nested"].__setitem__(0, 0.1),
+    "submodule": lambda w: setattr(w.model, "act", nn.Sigmoid()),
+    "hook": lambda w: w.model.act.register_forward_hook(lambda m, i, out: 0.9 * out),
+    "forward": _own_forward,
+    "X": lambda w: w.data[0][0].data.mul_(1.1),
+    "X, numpy": lambda w: w.data[1][0].numpy().__imul__(1.1),
+    "y": lambda w: w.data[0][1].data.copy_((w.data[0][1] + 1) % 3),
+    "batch replaced": lambda w: w.data.__setitem__(0, (w.data[0][0] + 1, w.data[0][1])),
+    "batch added": lambda w: w.data.append((w.data[0][0] + 1, w.data[0][1])),
+    "batch removed": lambda w: w.data.pop(0),
+    "class weight": lambda w: w.loss.weight.data.mul_(torch.tensor([1.0, 1.5, 1.0])),
+    "smoothing": lambda w: setattr(w.loss, "label_smoothing", 0.3),
+    "ignore_index": lambda w: setattr(w.loss, "ignore_index", 1),
+    "reduction": lambda w: setattr(w.loss, "reduction", "sum"),
+    "loss, with a hook": _hook_on_loss,
+    "loss, with a forward": _own_loss,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("case", ["hessian", "fisher"])
+@pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
+def test_changes(case: str, change: str):
+    w = World()
+    if (case, change) != ("fisher", "train"):  # which is refused, see below
+        assert w.follows(case, lambda: CHANGES[change](w)) > 1e-6
+
+
+# --- numbers that code reads
+
+
+Access = tuple[Callable[[], float], Callable[[], object]]
+
+
+def _attribute(owner: object, name: str = "scale") -> Access:
+    setattr(owner, name, 1.0)
+    return lambda: getattr(owner, name), lambda: setattr(owner, name, 2.0)
+
+
+def _item(container: object, key: object, read: Callable | None = None) -> Access:
+    container[key] = 1
+    return read or (lambda: container[key]), lambda: container.__setitem__(key, 2)
+
+
+def _weak(owner: nn.Module) -> Access:
+    reference = weakref.ref(owner)
+    return lambda: reference().scale, _attribute(owner)[1]
+
+
+def _variable() -> Access:
+    variable = ContextVar("scale", default=1.0)
+    return variable.get, lambda: variable.set(2.0)
+
+
+class OwnPartial(functools.partial):
+    """A user's subclass."""
+
+
+#: How a number is read, and how it is changed.
+STATES: dict[str, Callable[[], Access]] = {
+    "global": lambda: (changeable._scale, _attribute(changeable, "SCALE")[1]),
+    "module": lambda: _attribute(types.ModuleType("settings")),
+    "class": lambda: _attribute(Changeable, "other"),
+    "weak reference": lambda: _weak(nn.Module()),
+    "bytearray": lambda: _item(bytearray(1), 0),
+    "array": lambda: _item(array.array("d", [1.0]), 0),
+    "ChainMap": lambda: _item(maps := {}, "scale", lambda: ChainMap({}, maps)["scale"]),
+    "subclass of partial": lambda: _item(box := [0], 0, OwnPartial(list.__getitem__, box, 0)),
+    "ContextVar": _variable,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_numbers_that_code_reads(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(changeable, "SCALE", 1.0)
+    w = World()
+    w.model.read, change = STATES[name]()
+    assert w.follows("ggn", change) > 1e-3
+
+
+# --- train mode
+
+
+@pytest.mark.parametrize("middle", [nn.Dropout(0.5), nn.BatchNorm1d(5)], ids=["dropout", "norm"])
+@pytest.mark.parametrize("case", ALL)
+def test_train_mode_after_construction(case: str, middle: nn.Module):
+    """A model that construction would refuse is refused by each later product, too."""
+    w = World()
+    w.model = nn.Sequential(nn.Linear(4, 5), middle, nn.Linear(5, 3)).double().eval()
+    w.params = list(w.model.parameters())
+    A = w.build(case)
+    v = vectors(A)
+    before = A @ v
+
+    def again() -> Tensor:
+        getattr(A, "compute_kronecker_factors", lambda: None)()
+        return A @ v
+
+    w.model.train()
+    for attempt in range(2):
+        if isinstance(middle, nn.Dropout):
+            with pytest.raises(RuntimeError, match="'1' .Dropout.*train mode"):
+                again()
+        elif case in ("hessian", "ggn", "mc", "ggn-mc", "jacobian", "transposed"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                again()
+            assert ["BatchNorm" in str(w.message) for w in caught] == [True][attempt:]
+        else:
+            with pytest.raises(ValueError, match="BatchNorm in train mode"):
+                again()
+    w.model.eval()
+    torch.testing.assert_close(again(), before)
+
+
+# --- dictionaries of parameters
+
+
+def function(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """A nonlinear function of its parameters."""
+    return torch.tanh(functional_call(MODULE, params, x)) ** 2
+
+
+MODULE = nn.Linear(4, 3).double()
+
+
+def named(model: Callable | None = None) -> World:
+    """Return a problem in a dictionary of parameters."""
+    w = World()
+    w.model = model or function
+    w.params = {name: param.detach().clone() for name, param in MODULE.named_parameters()}
+    return w
+
+
+@pytest.mark.parametrize("container", [dict, nn.ParameterDict])
+@pytest.mark.parametrize("model", [function, MODULE])
+def test_entries_of_a_dictionary(model: Callable, container: type):
+    w = named(model)
+    w.params = container(w.params)
+    for names in (["weight", "bias"], ["bias"]):
+        new = {n: nn.Parameter(1.1 * w.params[n].detach()) for n in names}
+        assert w.follows("hessian", functools.partial(w.params.update, new)) > 1e-6
+    A = w.build("hessian")
+    expected = A @ vectors(A)
+    del w.params["weight"]  # the last one counts
+    assert torch.equal(A @ vectors(A), expected)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_follow_copies(duplicate: Callable):
+    w = named()
+    A = w.build("ggn")
+    v, (twin, own), alone = vectors(A), duplicate((A, w.params)), duplicate(A)
+    before = A @ v
+    w.params["weight"] = 2 * w.params["weight"]
+    assert error(A @ v, w.build("ggn") @ v) <= 1e-12
+    assert torch.equal(twin @ v, before) and torch.equal(alone @ v, before)
+    own["weight"] = w.params["weight"]
+    assert torch.equal(twin @ v, A @ v) and not torch.equal(A @ v, before)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "dtype": (Tensor.float, r"'weight' is now of shape \[3, 4\], torch.float32 on cpu; it was"),
+    "device": (lambda p: p.to("meta"), "'weight' is now .* on meta; it was .* on cpu"),
+    "kind": (Tensor.tolist, "'weight' in params is now a list"),
+}
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_entries_of_another_kind(change: Callable, message: str):
+    w = named()
+    A, weight = w.build("ggn"), w.params["weight"]
+    expected = A @ vectors(A)
+    w.params["weight"] = change(weight)
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError), match=message):
+            A @ vectors(A)
+    w.params["weight"] = weight
+    assert torch.equal(A @ vectors(A), expected)
+
+
+def test_tied_entries_stay_equal():
+    layers = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)
+    model = nn.Sequential(*layers).double()
+    model[2].weight = model[0].weight
+    w = named(model)
+    w.params = {n: p.detach() for n, p in model.named_parameters(remove_duplicate=False)}
+    one = w.params["0.weight"] + 0.1
+    assert w.follows("ggn", lambda: w.params.update({"0.weight": one, "2.weight": one})) > 1e-6
+    with pytest.raises(ValueError, match="one tied parameter"):
+        w.follows("ggn", lambda: w.params.update({"2.weight": one + 1.0}))
+
+
+# --- modules that functions use
+
+
+settings = types.ModuleType("settings")
+settings.net, settings.average = MODULE, nn.Linear(1, 1)
+
+
+def _by_default(x: Tensor, net: nn.Module = MODULE) -> Tensor:
+    return net(x)
+
+
+#: Functions of a module, and of no other one.
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "global": lambda x: MODULE(x),
+    "function of a function": lambda x: _by_default(x),
+    "attribute of a module": lambda x: sum(settings.net(x) for _ in range(2)),
+    "containers": (lambda nets: lambda x: nets["all"][0](x))({"all": (MODULE,)}),
+    "decorated": torch.no_grad()(lambda x: MODULE(x)),
+    "wrapped": functools.cache(lambda x: MODULE(x)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_modules_that_a_function_uses(function: Callable):
+    assert find_modules(function) == [MODULE]
+
+
+def test_data_is_not_searched_for_modules():
+    class Lazy(dict):
+        def values(self) -> list:
+            raise AssertionError("all data would be read")
+
+    words, many = Lazy({str(i): i for i in range(2000)}), list(range(100_000))
+    assert find_modules(lambda X: MODULE(X) + len(words) + len(many)) == [MODULE]

@@ -1,0 +1,335 @@
+"""Products inside of `linearized()`: the numbers of fresh ones, without reading data again."""
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from dataclasses import dataclass
+
+import pytest
+import scipy.sparse.linalg
+import torch
+from changeable import World
+from contract import ALL, error, vectors
+from live_bytes import LiveBytes
+from problems import Problem
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import curvlinops as C
+from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import Apply, hessian
+
+
+@dataclass(eq=False, repr=False)
+class Own(DataLinearOperator):
+    """An operator of a user's."""
+
+    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+        return hessian(problem, problem.loss_seed, single=single)
+
+
+H, G, J = (ALL[case].build for case in ("hessian", "ggn", "jacobian"))
+#: Builders of operators, of a problem and options.
+OPERATORS: dict[str, Callable[..., C.TorchLinearOperator]] = {
+    **{name: case.build for name, case in ALL.items()},
+    "user's": lambda p, **o: Own(p.model, p.loss, p.params, p.data, **o),
+    "sum": lambda p, **o: H(p, **o) - 2 * G(p, **o),
+    "damped": lambda p, **o: G(p, **o).damped(0.1),
+    "product": lambda p, **o: H(p, **o) @ G(p, **o),
+    "kernel": lambda p, **o: J(p, **o) @ J(p, **o).T,
+    "submatrix": lambda p, **o: C.SubmatrixLinearOperator(H(p, **o), [3, 1, 40], range(20)),
+    "block": lambda p, **o: C.SubmatrixLinearOperator(G(p, **o), ["last.weight"], ["first.bias"]),
+    "CG": lambda p, **o: C.CGInverseLinearOperator(G(p, **o).damped(1.0), rtol=1e-12),
+}
+
+
+@pytest.mark.parametrize("cache", ["auto", "none", 3000])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_equal_fresh_products(name: str, cache: str | int):
+    A = OPERATORS[name](World().problem, cache=cache)
+    V, U = vectors(A, 3), vectors(A, 2, rows=True)
+
+    def products() -> list[Tensor]:
+        return [A @ V[:, 0], A @ V, A.T @ U, A.T @ U[:, 0]]
+
+    fresh = products()
+    with A.linearized():
+        inside = [products() for _ in range(2)]
+    for found in (*inside, products()):
+        for x, expected in zip(found, fresh, strict=True):
+            assert error(x, expected) <= 1e-9
+
+
+# --- what is read and kept
+
+
+class Counting(World):
+    """Counts the samples that are read, and knows the activations that were computed."""
+
+    def __init__(self):
+        super().__init__()
+        X, y = (torch.cat(tensors) for tensors in zip(*self.data, strict=True))
+        self.samples, self.read, self.activations = [*zip(X, y, strict=True)], 0, []
+        self.model.first.register_forward_hook(self.note)
+        self.data = DataLoader(self, 4)
+
+    def note(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
+        """Note an evaluation."""
+        self.activations.append(weakref.ref(output))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read += 1
+        return self.samples[index]
+
+    def forget(self) -> None:
+        """Count anew."""
+        self.read = 0
+        self.activations.clear()
+
+
+SOLVERS: dict[str, Callable[[C.TorchLinearOperator], object]] = {
+    "CG": lambda A: C.CGInverseLinearOperator(A.damped(10.0)) @ vectors(A, 2),
+    "eigsh": lambda A: C.eigsh(A, 2),
+    "eigsh of a product": lambda A: C.eigsh(A @ A, 2),
+    "trace": lambda A: C.hutchinson_trace(A, 5, chunk_size=1),
+    "to_dense": lambda A: A.to_dense(),
+    "spectrum": lambda A: C.lanczos_approximate_spectrum(A, 4),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "user's"])
+def test_solvers_read_each_sample_once(case: str, name: str):
+    w = Counting()
+    A = OPERATORS[case](w.problem)
+    A @ vectors(A)  # the model is known now
+    w.forget()
+    SOLVERS[name](A)
+    assert w.read == len(w)
+
+
+def test_nothing_is_read_of_selected_samples():
+    w = Counting()
+    A = OPERATORS["gradients"](w.problem, subsampling=[5])  # none of the first batch
+    with A.linearized():
+        expected = A @ vectors(A)
+        w.forget()
+        assert torch.equal(A @ vectors(A), expected) and not w.read
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "mc", "gradients", "jacobian", "user's"])
+def test_nothing_is_read_once_all_is_kept(case: str):
+    w = Counting()
+    A = OPERATORS[case](w.problem)
+    with A.linearized():
+        A @ vectors(A), A.T @ vectors(A, rows=True)
+        w.forget()
+        A @ vectors(A, 3)
+        with A.linearized(), (2 * A).linearized():
+            A @ vectors(A)
+        if ALL.get(case, ALL["hessian"]).square:
+            scipy.sparse.linalg.eigsh(A, 2)
+            for solve in SOLVERS.values():
+                solve(A)
+        A @ vectors(A)  # the inner contexts have not ended it
+        assert not w.read and not w.activations
+    A @ vectors(A)
+    assert w.read == len(w)
+
+
+def test_tasks_that_were_started_inside_are_outside_at_its_end():
+    w = Counting()
+    A = w.build("hessian")
+    with A.linearized():
+        A @ vectors(A)
+        task = copy_context()
+        w.forget()
+        task.run(lambda: A @ vectors(A))
+        assert not w.read
+    task.run(lambda: A @ vectors(A))
+    assert w.read == len(w)
+
+
+@pytest.mark.parametrize("raised", [None, ZeroDivisionError])
+@pytest.mark.parametrize("case", ["hessian", "ggn", "mc", "gradients", "jacobian"])
+def test_all_is_freed_at_the_end(case: str, raised: type[Exception] | None):
+    w = Counting()
+    A = OPERATORS[case](w.problem)
+    v = vectors(A)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(raised) if raised else nullcontext(), A.linearized():
+            w.forget()
+            A @ v
+            alive = [reference for reference in w.activations if reference() is not None]
+            assert alive
+            if raised:
+                raise raised
+        assert all(reference() is None for reference in alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+def test_budget(case: str):
+    layers = [nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU(), nn.Linear(60, 2)]
+    model, batches = nn.Sequential(*layers), TensorDataset(torch.randn(900, 50), torch.ones(900, 2))
+    data = DataLoader(batches, 300)
+    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+
+    def kept(cache: str | int) -> int:
+        A, live = OPERATORS[case](p, cache=cache), LiveBytes()
+        A @ vectors(A)
+        with A.linearized():
+            with live:
+                A @ vectors(A)
+            gc.collect()
+            inside = live.now
+        return inside - live.now
+
+    size = kept("auto") / 3  # of one batch
+    assert size > 300_000
+    assert kept("none") == kept(int(0.9 * size)) == 0
+    for num in (1, 2):
+        assert kept(int((num + 0.9) * size)) == pytest.approx(num * size, rel=0.02)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "transposed"])
+def test_memory_is_flat(case: str, inside: bool):
+    A = OPERATORS[case](World().problem)
+
+    def num_tensors() -> int:
+        A @ vectors(A)
+        gc.collect()
+        return sum(issubclass(type(x), Tensor) for x in gc.get_objects())
+
+    with A.linearized() if inside else nullcontext():
+        counts = [num_tensors() for _ in range(6)]
+    assert len(set(counts[2:])) == 1
+
+
+# --- changes
+
+WRITES: dict[str, tuple[str, Callable[[World], object]]] = {
+    "parameter": ("first.weight", torch.no_grad()(lambda w: w.params[0].mul_(2))),
+    "same numbers": ("first.weight", torch.no_grad()(lambda w: w.params[0].mul_(1))),
+    "optimizer": ("first.bias", torch.no_grad()(lambda w: torch._foreach_mul_(w.params[1:], 2))),
+    "frozen parameter": ("frozen", lambda w: w.model.frozen.add_(1)),
+    "buffer": ("norm.running_mean", lambda w: w.model.norm.running_mean.add_(1)),
+    "state": ("first.weight", lambda w: w.model.load_state_dict(w.model.state_dict())),
+    "train mode": ("norm.num_batches_tracked", lambda w: w.model.train()(w.data[0][0])),
+}
+
+
+@pytest.mark.parametrize("case", ["hessian", "gradients", "transposed", "sum", "CG"])
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_are_refused_by_name(write: str, case: str):
+    w, (name, change) = World(), WRITES[write]
+    A = OPERATORS[case](w.problem)
+    v = vectors(A)
+    with A.linearized():
+        A @ v
+        change(w)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"'{name}' was overwritten inside of linearize"):
+                A @ v
+    w.model.eval()
+    assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
+
+
+def test_writes_to_the_loss_are_refused_by_name():
+    w = World()
+    A = w.build("ggn")
+    with A.linearized():
+        A @ vectors(A)
+        w.loss.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="'weight of the loss' was overwritten"):
+            A @ vectors(A)
+
+
+def test_training():
+    w = World()
+    A, optimizer = w.build("hessian"), torch.optim.Adam(w.params, lr=0.1)
+    v = vectors(A)
+    for _ in range(3):
+        optimizer.zero_grad()
+        w.loss(w.model(w.data[0][0]), w.data[0][1]).backward()
+        optimizer.step()
+        expected = w.build("hessian") @ v
+        assert error(A @ v, expected) <= 1e-12
+        with A.linearized():
+            assert error(A @ v, expected) <= 1e-12
+
+
+def test_other_threads_are_outside():
+    w, calls = World(), []
+    A = w.build("ggn").damped(10.0)
+    v, inside, changed = vectors(A), threading.Event(), threading.Event()
+
+    def preconditioner(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == 2:  # after the first product
+            inside.set()
+            assert changed.wait(20)
+        return x
+
+    found = []
+    inverse = C.CGInverseLinearOperator(A, preconditioner=preconditioner)
+    thread = threading.Thread(target=lambda: found.append(inverse @ v))
+    expected, before = C.CGInverseLinearOperator(A) @ v, A @ v
+    thread.start()
+    assert inside.wait(20)
+    w.params[0].data.mul_(3)
+    after = [A @ v, A.to_dense() @ v]
+    changed.set()
+    thread.join()
+    truth = w.build("ggn").damped(10.0) @ v
+    assert error(before, truth) > 1e-3
+    assert all(error(x, truth) <= 1e-12 for x in after)
+    assert error(found[0], expected) <= 1e-6  # the solver went on with what it had kept
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda A: pickle.loads(pickle.dumps(A))])
+@pytest.mark.parametrize("case", ["hessian", "gradients", "transposed", "sum", "CG"])
+def test_copies_are_outside(case: str, duplicate: Callable):
+    A = OPERATORS[case](World().problem)
+    v = vectors(A)
+    with A.linearized():
+        expected = A @ v
+        twin = duplicate(A)
+        assert error(twin @ v, expected) <= 1e-9
+        with twin.linearized():
+            assert error(twin @ v, expected) <= 1e-9
+        assert torch.equal(A @ v, expected)
+
+
+@pytest.mark.parametrize("cache", ["auto", 3000])
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "jacobian"])
+def test_models_that_draw_random_numbers(case: str, cache: str | int):
+    """Fresh products follow the seed; inside, Dropout has the mask of the first one."""
+    w = World()
+    w.model.act = nn.Dropout()
+    A = OPERATORS[case](w.problem, check_deterministic=False, cache=cache)
+    v = vectors(A)
+
+    def product(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return A @ v
+
+    first, second = product(1), product(2)
+    assert error(second, first) > 1e-2 and error(product(1), first) <= 1e-12
+    with A.linearized():
+        assert error(product(2), second) <= 1e-12
+        assert torch.equal(product(1), product(3))
+        assert error(product(1), second) <= 1e-12

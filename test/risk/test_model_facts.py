@@ -1,0 +1,429 @@
+"""What is known of a model: learned of the first batch, and not used where it is wrong."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import problems
+import pytest
+import reference
+import torch
+from contract import ALL, CORE, error, matrix, vectors
+from problems import Problem
+from torch import Tensor, nn
+
+from curvlinops import (
+    EKFACLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+    TorchLinearOperator,
+)
+
+pytestmark = pytest.mark.extensive
+
+N = 8
+
+
+class Net(nn.Module):
+    """A net that notes the sizes of the batches on which it is evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.sizes = SimpleNamespace(seen=())  # lists would be as before after each product
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.seen = (*self.sizes.seen, len(x))
+        return self.layers(x)
+
+
+def batch(seed: int = 0, size: int = N) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.rand(size, 3).double(), torch.randint(2, (size,))
+
+
+def build(net: Callable, cls: type, data: list, loss: nn.Module | None = None, **options):
+    params, loss = list(net.parameters()), loss or nn.CrossEntropyLoss()
+    options = {"check_deterministic": False} | options
+    if cls is JacobianLinearOperator:
+        return cls(net, params, data, **options)
+    return cls(net, loss, params, data, **options)
+
+
+def product(operator) -> Tensor:
+    return operator @ vectors(operator)
+
+
+# --- what construction costs
+
+
+class Loader:
+    """Counts the batches that it yields."""
+
+    def __init__(self, num_batches: int):
+        self.num_batches, self.yielded = num_batches, []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.num_batches):
+            self.yielded.append(index)
+            yield batch(index)
+
+
+@pytest.mark.parametrize("num_batches", [1, 4])
+@pytest.mark.parametrize("case", ALL)
+def test_construction_looks_at_the_first_batch(case: str, num_batches: int):
+    """It is drawn twice and evaluated twice; only operators with rows count these once more."""
+    net, data = Net(), Loader(num_batches)
+    ALL[case].build(Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), data, mc=True))
+    counted = [] if ALL[case].square else list(range(num_batches))
+    assert data.yielded == [0, 0, *counted]
+    assert net.sizes.seen.count(N) == len(data.yielded)
+
+
+@pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])
+def test_the_first_use_evaluates_each_batch_once(cls: type):
+    """Facts about the model come from the pass that is needed anyway."""
+    net = Net()
+    product(build(net, cls, [batch(0), batch(1)]))
+    assert net.sizes.seen == (N, N)
+
+
+#: Batches cut from a tensor with 12 rows and 5 columns.
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda base: base[:6, 1:],
+    "one column": lambda base: base[:, 2:3].expand(12, 4),
+    "transposed": lambda base: base.view(4, 15).T[:6],
+    "repeated": lambda base: base[1, :4].expand(6, 4),
+    "odd address": lambda base: base.view(-1)[1:25].view(6, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", CUTS)
+def test_batches_in_any_layout(name: str, dtype: torch.dtype):
+    """Two draws of the first batch are compared bit by bit."""
+    torch.manual_seed(0)
+    X, linear = CUTS[name]((3 * torch.rand(12, 5)).to(dtype)), nn.Linear(4, 2).double()
+    y = torch.randint(2, (len(X), 2))[:, 0]
+
+    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+        return torch.func.functional_call(linear, params, X.double())
+
+    arguments = model, nn.CrossEntropyLoss(), dict(linear.named_parameters())
+    found, expected = (
+        GGNLinearOperator(*arguments, data)
+        for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
+    )
+    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
+
+
+# --- nothing that is known is used where it is wrong
+
+
+class Wrong(torch.autograd.Function):
+    """Twice its input, with a wrong derivative in forward mode."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def jvp(ctx, tangent: Tensor) -> Tensor:
+        return 3 * tangent
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Varying(Net):
+    """Doubles its output, perhaps by a function that forward mode gets wrong."""
+
+    attribute = False
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("on", torch.tensor(0.0))
+
+    def forward(self, X: dict) -> Tensor:
+        z = self.layers(X["x"])
+        wrong = self.attribute or X.get("wrong") or len(z) > N or self.on > 0
+        return Wrong.apply(z) if wrong else 2 * z
+
+
+class Doubled(Net):
+    def forward(self, X: dict) -> Tensor:
+        return 2 * self.layers(X["x"])
+
+
+Data = list[tuple[dict, Tensor]]
+
+
+def _add_wrong_hook(net: Varying, data: Data) -> None:
+    net.register_forward_hook(lambda module, args, output: Wrong.apply(output) / 2)
+
+
+def _double_samples(net: Varying, data: Data) -> None:
+    X, y = data[0]
+    data[0] = {"x": torch.cat([X["x"], X["x"]])}, torch.cat([y, y])
+
+
+#: What makes forward mode wrong.
+CHANGES: dict[str, Callable[[Varying, Data], object]] = {
+    "attribute": lambda net, data: setattr(net, "attribute", True),
+    "buffer": lambda net, data: net.on.fill_(1),
+    "hook": _add_wrong_hook,
+    "value in X": lambda net, data: data[0][0].update(wrong=True),
+    "more samples": _double_samples,
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_functions_that_forward_mode_gets_wrong(what: str):
+    (x, y), net, loss = batch(), Varying(), nn.CrossEntropyLoss()
+    data = [({"x": x}, y)]
+
+    def check(operator: TorchLinearOperator) -> None:
+        plain = Doubled()
+        problem = Problem(plain, loss, list(plain.parameters()), data, mc=True)
+        v = vectors(operator)
+        assert error(operator @ v, reference.ggn(problem) @ v) <= 1e-10
+
+    operators = [build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"]))]
+    check(operators[0])
+    CHANGES[what](net, data)
+    operators.append(build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"])))
+    for operator in operators:
+        check(operator)
+
+
+class Penalized(nn.Module):
+    """A loss that may use the parameters itself."""
+
+    def __init__(self, net: nn.Module, weight: float | Tensor):
+        super().__init__()
+        self.net, self.weight = [net], weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        if not self.weight:
+            return loss
+        return loss + self.weight * sum(p.square().sum() for p in self.net[0].parameters()) / 2
+
+
+def test_losses_are_looked_at_again():
+    """By the operator itself, and by later ones."""
+    net, data = Net(), [batch()]
+    loss, number = Penalized(net, 0.0), torch.zeros(()).double()  # a number that the loss reads
+    build_all = [HessianLinearOperator, GGNLinearOperator]
+    H, G = (build(net, cls, data, loss, reduction="mean") for cls in build_all)
+    plain = matrix(H), matrix(G)
+    penalized = plain[0] + 0.5 * torch.eye(len(plain[0])).double()
+    for penalty in (0.0, 0.5, 0.5, number, number):
+        loss.weight = penalty
+        for operator in (H, build(net, HessianLinearOperator, data, loss, reduction="mean")):
+            expected = penalized if penalty > 0 else plain[0]
+            torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
+        for operator in (G, build(net, GGNLinearOperator, data, loss, reduction="mean")):
+            if penalty > 0:
+                with pytest.raises(ValueError, match="is not a function of the model's output"):
+                    matrix(operator)
+            else:
+                torch.testing.assert_close(matrix(operator), plain[1], rtol=1e-10, atol=1e-12)
+        if penalty is number:
+            number.fill_(0.5)
+
+
+def _residual(u: Tensor, y: Tensor) -> Tensor:
+    """Measured values, or points where an equation holds."""
+    if y.requires_grad:
+        (du,) = torch.autograd.grad(u.sum(), y, create_graph=True)
+        return (du.sum(1) - u[:, 0]).square().mean()
+    return nn.functional.mse_loss(u, y)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_losses_that_need_the_graph_on_some_batches(order: tuple[int, int], double: None):
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    points, measured = torch.randn(3, 2).requires_grad_(), (torch.randn(3, 2), torch.randn(3, 1))
+    data = [[measured, (points, points)][i] for i in order]
+    H = build(model, HessianLinearOperator, data, _residual, reduction="mean")
+    loss, params = sum(_residual(model(x), y) for x, y in data) / 2, list(model.parameters())
+    flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, params, create_graph=True)])
+    v = vectors(H)
+    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
+    torch.testing.assert_close(H @ v, truth)
+    with pytest.raises(ValueError, match="is not a function of the model's output"):
+        product(build(model, GGNLinearOperator, data, _residual, reduction="mean"))
+
+
+class Hides(nn.Module):
+    """Uses its weight by a plain list, when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.hidden, self.flag = [self.linear.weight], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.hidden[0].T if self.flag else self.linear(x)
+
+
+def test_hidden_parameters_are_noticed_later():
+    net = Hides().double()
+    H = build(net, HessianLinearOperator, [batch()])
+    product(H)
+    net.flag = True
+    with pytest.raises(ValueError, match="by a reference that is not registered"):
+        product(H)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_tensors_that_only_some_batches_use(number: int, double: None):
+    """Experts: what one batch does not use, another one may. With ``number=1``, one is constant."""
+    experts = [torch.randn(2, 3, requires_grad=True) for _ in range(3)]
+    function = lambda x: x @ experts[int(x[0, 0] > 0)].T + x @ experts[2].T  # noqa: E731
+    X, y = torch.rand(6, 3), torch.rand(6, 2)
+    data, arguments = [(X, y)], (nn.MSELoss(), experts[number:])
+    H = HessianLinearOperator(function, *arguments, data, check_deterministic=False)
+    for sign in (1.0, -1.0, 1.0):
+        data[:] = [(sign * X, y)]
+        fresh = HessianLinearOperator(function, *arguments, data)
+        torch.testing.assert_close(matrix(H), matrix(fresh))
+
+
+# --- the numbers are those of an operator that is the first one
+
+
+@pytest.mark.parametrize("name", [*CORE, "lstm-bidirectional", "weight-norm", "pinn"])
+def test_later_operators_agree_with_first_ones(name: str):
+    """At other parameters, on more data; where a first one is refused, so is a later one."""
+
+    def scaled() -> Problem:
+        p = problems.make(name)
+        with torch.no_grad():
+            for tensor in p.params.values() if isinstance(p.params, dict) else p.params:
+                tensor.mul_(0.9)
+        return p
+
+    def compute(case: str, p: Problem) -> Tensor | type:
+        try:
+            operator = ALL[case].build(p, check_deterministic=False)
+            if case == "gradients":
+                return torch.cat([operator.dense(), operator.gram()], 1)
+            if case == "jacobian":
+                return operator.gram()
+            return operator @ vectors(operator, 2)
+        except Exception as refused:
+            return type(refused)
+
+    known = problems.make(name)
+    cases = ("hessian", "ggn", "gradients", "jacobian", "ggn-diagonal", "kfac", "ekfac")
+    for case in cases:
+        compute(case, replace(known, data=known.data[:1]))
+    with torch.no_grad():
+        for tensor in known.params.values() if isinstance(known.params, dict) else known.params:
+            tensor.mul_(0.9)
+    for case in cases:
+        later, first = compute(case, known), compute(case, scaled())
+        if isinstance(first, type):
+            assert later is first
+        else:
+            assert error(later, first) < 1e-2 * max(known.tolerance, 1e-8)
+
+
+# --- what it keeps
+
+
+def _described(net: nn.Module, kind: str) -> tuple[Callable, list[Tensor] | dict[str, Tensor]]:
+    """Return a net and its parameters as a user may describe them."""
+    if kind == "function":
+        copies = {name: param.detach().clone() for name, param in net.named_parameters()}
+        return lambda params, X: torch.func.functional_call(net, params, X), copies
+    return net if kind == "module" else lambda X: net(X), list(net.parameters())
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "closure"])
+def test_nothing_is_kept_alive(kind: str):
+    net, (X, y) = Net(), batch()
+    model, params = _described(net, kind)
+    for cls in (HessianLinearOperator, KFACLinearOperator, PerSampleGradientLinearOperator):
+        product(cls(model, nn.CrossEntropyLoss(), params, [(X, y)]))
+    gone = [weakref.ref(part) for part in (net, X, y, net.layers[0].weight)]
+    del net, model, params, X, y
+    gc.collect()
+    assert [part() for part in gone] == [None] * 4
+
+
+def test_batches_get_random_numbers_of_their_own():
+    net = Net()
+    net.layers[1] = nn.Dropout(0.5)
+    loss, products = nn.CrossEntropyLoss(reduction="sum"), []
+    for number in (1, 2):
+        H = build(net, HessianLinearOperator, [batch()] * number, loss)
+        torch.manual_seed(0)
+        products.append(H @ vectors(H))
+    assert error(products[1], 2 * products[0]) > 1e-3
+
+
+# --- numbers that models and losses read
+
+
+class Switched(Net):
+    """Does something else where a number says so."""
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.function = function
+        self.register_buffer("on", torch.tensor([0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x)
+        return self.function(z) if self.on > 0 else 2 * z
+
+
+@pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])
+def test_lost_dependence_is_noticed(cls: type):
+    net, data = Switched(Tensor.detach), [batch()]
+    product(build(net, cls, data))
+    net.on.fill_(1)
+    with pytest.raises(ValueError, match="does not depend on any of the parameters"):
+        product(build(net, cls, data))
+
+
+class Unpadded(nn.Module):
+    """A layer on the tokens of all sequences, without padding, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, X: dict) -> Tensor:
+        lengths = X["lengths"].tolist()
+        rows = torch.cat([x[:n] for x, n in zip(X["x"], lengths, strict=True)])
+        z = self.layer(rows).tanh().split(lengths)
+        return self.head(torch.stack([part.square().sum(0) for part in z]))
+
+
+@pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, EKFACLinearOperator])
+def test_layouts_do_not_outlive_lengths(cls: type):
+    net, x, y = Unpadded(), torch.rand(2, 3, 3).double(), torch.tensor([0, 1])
+
+    def compute(net: nn.Module, *lengths: int) -> Tensor:
+        data = [({"x": x, "lengths": torch.tensor(lengths)}, y)]
+        return build(net, cls, data, batch_size_fn=lambda X: 2) @ torch.eye(26).double()
+
+    compute(net, 2, 2)
+    expected = compute(Unpadded(), 3, 1)
+    torch.testing.assert_close(compute(net, 3, 1), expected, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,506 @@
+"""Small models for the test problems, each with one feature that curvature code gets wrong.
+
+Sizes are chosen so that a dense Hessian takes well below a second. Nothing here fixes a dtype, so
+that a float64 copy of a low-precision model is the same function in exact arithmetic.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+
+def mlp(inputs: int = 4, hidden: int = 3, outputs: int = 3) -> nn.Sequential:
+    """Smooth two-layer net."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+class Using(nn.Module):
+    """A function of an input, and of modules and parameters by name."""
+
+    def __init__(self, function: Callable[["Using", Any], Tensor], **parts: nn.Module | Tensor):
+        super().__init__()
+        self._function = function
+        for name, part in parts.items():
+            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            setattr(self, name, nn.Parameter(part) if is_value else part)
+
+    def forward(self, x: Any) -> Tensor:
+        return self._function(self, x)
+
+
+class Scalar(nn.Module):
+    """Net with outputs of shape `[N]`: no class axis at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(outputs=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).squeeze(-1)
+
+
+class Tokens(nn.Module):
+    """Token model whose positions interact through a running mean: `[N, T] -> [N, T, C]`."""
+
+    def __init__(self, vocabulary: int = 5, width: int = 3, classes: int = 3, axis: int = -1):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+        self.axis = axis  # 1: `[N, C, T]`, the layout cross-entropy wants
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        count = torch.arange(1, x.shape[1] + 1, device=h.device).unsqueeze(-1)
+        h = h + torch.tanh(self.mix(h.cumsum(1) / count.to(h)))
+        return self.head(h).movedim(-1, self.axis)
+
+
+def cnn() -> nn.Sequential:
+    """Convolutions, one grouped, with eval-mode BatchNorm and in-place ReLU: `[N, 2, 4, 4]`."""
+    model = nn.Sequential(
+        nn.Conv2d(2, 2, 3, padding=1),
+        nn.BatchNorm2d(2),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(2, 4, 2, stride=2, groups=2),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
+    norm = model[1]
+    for tensor, low, high in [
+        (norm.running_mean, -0.5, 0.5),
+        (norm.running_var, 0.5, 2.0),
+        (norm.weight, 0.5, 1.5),
+        (norm.bias, -0.5, 0.5),
+    ]:
+        nn.init.uniform_(tensor, low, high)
+    return model.eval()
+
+
+def segmentation() -> nn.Sequential:
+    """Per-pixel classes `[N, C, H, W]`: many terms per sample, shared weights."""
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 2, padding=1), nn.Tanh(), nn.ConvTranspose2d(2, 3, 2, padding=1)
+    )
+
+
+class Conv1d(nn.Module):
+    """Circular, dilated and string-valued padding: `[N, 2, L] -> [N, 2]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.circular = nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")
+        self.same = nn.Conv1d(2, 2, 3, padding="same", dilation=2)
+        self.valid = nn.Conv1d(2, 2, 2, padding="valid", bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.valid(torch.tanh(self.same(torch.tanh(self.circular(x))))).mean(-1)
+
+
+class Norm(nn.Module):
+    """A non-linear layer, a normalisation over the sample, a head: `[N, 2, L] -> [N, 2]`."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(2, 4, 2), norm, nn.Linear(4, 2)
+        for tensor in norm.parameters():
+            nn.init.uniform_(tensor, 0.5, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.conv(x))).mean(-1))
+
+
+class Transformer(nn.Module):
+    """Pre-norm block with fused attention: tokens `[N, T] -> [N, V, T]`.
+
+    The norms compute in their own dtype, so that they may stay float32 in a bfloat16 body.
+    """
+
+    def __init__(self, tied: bool = False, vocabulary: int = 5, width: int = 4, length: int = 4):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(length, width) / 2)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 3), nn.GELU(), nn.Linear(3, width))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    @staticmethod
+    def norm(layer: nn.LayerNorm, h: Tensor) -> Tensor:
+        return layer(h.to(layer.weight.dtype)).to(h.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.position[: x.shape[1]]
+        # [N, T, 3E] -> three of [N, heads, T, E/heads]
+        qkv = self.qkv(self.norm(self.norm1, h)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        h = h + self.proj(a.transpose(1, 2).flatten(-2))
+        h = h + self.mlp(self.norm(self.norm2, h))
+        return self.head(h).transpose(1, 2)
+
+
+class EncoderLayer(nn.Module):
+    """PyTorch's own encoder layer: `[N, T, 4] -> [N, 2, T]`."""
+
+    def __init__(self, norm_first: bool = False):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(
+            4, 2, dim_feedforward=3, dropout=0.0, batch_first=True, norm_first=norm_first,
+            activation="gelu",
+        )  # fmt: skip
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)).transpose(1, 2)
+
+
+class SelfAttention(nn.Module):
+    """nn.MultiheadAttention without weights (fused kernel), time axis first inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        h, _ = self.attention(x, x, x, need_weights=False)
+        return self.head(torch.tanh(h).mean(0))
+
+
+class CrossAttention(nn.Module):
+    """Separate projections, kdim, vdim and bias_k: a tuple of `[N, T, 4]` and `[N, S, 3]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(
+            4, 2, kdim=3, vdim=3, add_bias_kv=True, batch_first=True
+        )
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        query, memory = x
+        h, _ = self.attention(query, memory, memory)
+        return self.head(torch.tanh(h))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a head on its last state: `[N, T, d] -> [N, 2]`."""
+
+    def __init__(self, layer: nn.RNNBase):
+        super().__init__()
+        self.layer = layer
+        width = (layer.proj_size or layer.hidden_size) * (2 if layer.bidirectional else 1)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0].mean(1))
+
+
+class PackedLSTM(nn.Module):
+    """Variable lengths, packed inside the forward: `([N, T, 2], lengths [N]) -> [N, 2]`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(2, 2, batch_first=True)
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        steps, lengths = x
+        packed = pack_padded_sequence(steps, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        h, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.head(h.sum(1))
+
+
+class Checkpointed(nn.Module):
+    """A block that is recomputed in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = mlp(), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(checkpoint(self.block, x, use_reentrant=False)))
+
+
+class Bag(nn.Module):
+    """EmbeddingBag over `[N, T]` indices and a head."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(5, 3, mode=mode), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.bag(x)))
+
+
+class MaskedBag(nn.Module):
+    """Mean of the unmasked token embeddings: `{"input_ids", "attention_mask"} -> [N, 3]`."""
+
+    def __init__(self, padding_idx: int | None = None):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3, padding_idx=padding_idx)
+        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        h = torch.tanh(self.mix(self.embed(x["input_ids"])))
+        mask = x["attention_mask"].unsqueeze(-1).to(h)
+        return self.head((h * mask).sum(1) / mask.sum(1))
+
+
+class Padded(nn.Module):
+    """Embedding with padding_idx whose pad positions do reach the output; optionally tied."""
+
+    def __init__(self, tied: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3, padding_idx=1)
+        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 5)
+        nn.init.normal_(self.embed.weight)  # also the pad row, which PyTorch starts at zero
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        h = h + torch.tanh(self.mix(h.cumsum(1)))
+        return self.head(h).transpose(1, 2)
+
+
+class Bare(nn.Module):
+    """Parameters used by plain operations, one of them broadcast and one transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+        self.shift = nn.Parameter(torch.randn(()))
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.scale + self.shift) @ self.weight * self.scale.sum()
+
+
+class Twice(nn.Module):
+    """One linear layer used twice in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+
+class InnerSteps(nn.Module):
+    """Each sample is predicted after a step of gradient descent on it, of learned size."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2))
+        self.size = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self._predict(one) for one in x])
+
+    @torch.enable_grad()
+    def _predict(self, x: Tensor) -> Tensor:
+        energy = torch.tanh(self.weight @ x + self.bias).square().sum()
+        own = self.weight, self.bias
+        weight, bias = torch.autograd.grad(energy, own, create_graph=True)
+        return torch.tanh((self.weight - self.size * weight) @ x + self.bias - self.size * bias)
+
+
+class PINN(nn.Module):
+    """Residual of an equation: differentiates the net with respect to its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(2, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            u = self.net(x)
+            (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            (d2u,) = torch.autograd.grad(du[:, 1].sum(), x, create_graph=True)
+        return du[:, :1] - d2u[:, 1:] + u.square()
+
+
+class FrozenStem(nn.Module):
+    """Features computed under no_grad, trained head."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = mlp(), mlp(3, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.stem(x)
+        return self.head(h)
+
+
+# --- The same from plain operations: where PyTorch is wrong, or has no second derivative ----------
+
+Params = dict[str, Tensor]
+
+
+def plain_mlp(params: Params, X: Tensor) -> Tensor:
+    """A functional model in three tensors."""
+    return torch.tanh(X @ params["w"] + params["b"]) @ params["v"]
+
+
+def plain_weight_norm(params: Params, X: Tensor) -> Tensor:
+    """`mlp` with weight_norm, dim 0 and dim 1: torch._weight_norm differentiates twice wrongly."""
+
+    def weight(layer: int, axis: int) -> Tensor:
+        size, direction = (params[f"{layer}.parametrizations.weight.original{i}"] for i in (0, 1))
+        return size * direction / direction.square().sum(axis, keepdim=True).sqrt()
+
+    h = torch.tanh(F.linear(X, weight(0, 1), params["0.bias"]))
+    return F.linear(h, weight(2, 0), params["2.bias"])
+
+
+def plain_embedding(weight: Tensor, X: Tensor, pad: int) -> Tensor:
+    """F.embedding with padding_idx: uses of the pad row are constants."""
+    out = weight[X]
+    return torch.where((X == pad).unsqueeze(-1), out.detach(), out)
+
+
+def plain_padded(tied: bool, params: Params, X: Tensor) -> Tensor:
+    """`Padded`."""
+    h = plain_embedding(params["embed.weight"], X, 1)
+    h = h + torch.tanh(F.linear(h.cumsum(1), params["mix.weight"], params["mix.bias"]))
+    head = params["embed.weight" if tied else "head.weight"]
+    return F.linear(h, head, params["head.bias"]).transpose(1, 2)
+
+
+def plain_masked_bag(padding_idx: int, params: Params, X: dict[str, Tensor]) -> Tensor:
+    """`MaskedBag`."""
+    h = plain_embedding(params["embed.weight"], X["input_ids"], padding_idx)
+    h = torch.tanh(F.linear(h, params["mix.weight"], params["mix.bias"]))
+    mask = X["attention_mask"].unsqueeze(-1).to(h)
+    return F.linear((h * mask).sum(1) / mask.sum(1), params["head.weight"], params["head.bias"])
+
+
+def plain_bag(mode: str, params: Params, X: Tensor) -> Tensor:
+    """`Bag`: EmbeddingBag has no second derivative."""
+    h = params["bag.weight"][X]
+    h = h.sum(1) if mode == "sum" else h.mean(1)
+    return F.linear(torch.tanh(h), params["head.weight"], params["head.bias"])
+
+
+class Conditional(nn.Module):
+    """Uses a weight in a second way on batches of a certain size."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        return self.head(torch.tanh(h) @ self.embed.weight.T if len(x) == 2 else h)
+
+
+class Experts(nn.Module):
+    """Chooses layers by the sign of a sample's first feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(3, 4)])
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4), nn.LayerNorm(4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, kind = x.new_zeros(len(x), 4), (x[:, 0] > 0).long()
+        for i, (expert, norm) in enumerate(zip(self.experts, self.norms, strict=True)):
+            if bool((kind == i).any()):
+                h = h.index_add(0, (kind == i).nonzero()[:, 0], norm(expert(x[kind == i])))
+        return self.head(torch.tanh(h))
+
+
+class Rewired(Conditional):
+    """Uses a weight in ways that do not go together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.embed.weight
+        h = self.embed(x)
+        return self.head(h @ torch.exp(weight) if len(x) == 2 else h)
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions with BatchNorm and a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(outputs), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm2(self.conv2(F.softplus(self.norm1(self.conv1(x)))))
+        return F.softplus(out + self.shortcut(x), beta=2.0)
+
+
+def resnet() -> tuple[nn.Module, Tensor, Tensor]:
+    """The layout of a ResNet-18, narrow; smooth, so that differences converge."""
+    blocks = [
+        ResidualBlock(i, o, s)
+        for i, o, s in [(4, 4, 1), (4, 4, 1), (4, 8, 2), (8, 8, 1), (8, 8, 2)]
+    ]
+    stem = [nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.Softplus()]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
+    return model, torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
+
+
+class ViT(nn.Module):
+    """Patches, a class token, encoder layers."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.token = nn.Parameter(torch.randn(1, 1, width))
+        self.position = nn.Parameter(torch.randn(1, 5, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 2, 16, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.position
+        return self.head(self.encoder(x)[:, 0])
+
+
+def vit() -> tuple[nn.Module, Tensor, Tensor]:
+    """A vision transformer."""
+    return ViT(), torch.randn(3, 3, 8, 8), torch.randint(5, (3,))
+
+
+class UNet(nn.Module):
+    """Down, up, and a skip connection; a class for each pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.inner = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 6, 3, 2, 1)
+        self.up, self.head = nn.ConvTranspose2d(6, 4, 2, 2), nn.Conv2d(8, 3, 1)
+        self.norm = nn.GroupNorm(2, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.silu(self.down(x))
+        return self.head(torch.cat([skip, F.gelu(self.up(self.norm(self.inner(skip))))], 1))
+
+
+def unet() -> tuple[nn.Module, Tensor, Tensor]:
+    """A segmentation network with ignored pixels."""
+    y = torch.randint(3, (2, 4, 4))
+    y[0, 0] = -100
+    return UNet(), torch.randn(2, 2, 4, 4), y
