@@ -1,12 +1,15 @@
 """Products in several threads, and global random number generators."""
 
 import random
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from small import build
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,3 +118,37 @@ def test_generators_are_restored_after_loaders_that_draw():
     operator @ torch.ones(8)
     K.update((X, y))
     assert drawn() == first
+
+
+class Stopping(nn.Linear):
+    """Stops once, at most half a second, for another thread to get into its way."""
+
+    def __init__(self):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.events = SimpleNamespace(armed=False, reached=threading.Event())
+        self.done = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.events.armed and not self.events.reached.is_set():
+            self.events.reached.set()
+            assert not self.done.wait(0.5)
+        return super().forward(x)
+
+
+def test_threads_change_nothing_inside_of_products():
+    model = Stopping()
+    operator = build(HessianLinearOperator, model)
+    v = torch.arange(operator.shape[1], dtype=torch.float64)
+    expected = operator @ v
+
+    def other() -> None:
+        model.events.reached.wait()
+        operator.gradient_and_loss()
+        model.done.set()
+
+    model.events.armed = True
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(other)
+        assert torch.equal(operator @ v, expected)
+        done.result()
+    assert model.done.is_set()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import error, matrix
+from small import CE, SQUARE, build, mlp
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -514,3 +516,63 @@ def test_functions_that_take_things_out_of_batches(kind: type):
     found = kind(model, loss, list(model.parameters()), data, **options) @ V
     torch.testing.assert_close(found, operator(kind, nn.CrossEntropyLoss(reduction="sum")) @ V)
     assert all(set(X) == {"inputs"} and set(y["of"]) == {"labels"} for X, y in data)
+
+
+@pytest.mark.parametrize("scale", [1.0, 15.0])
+@pytest.mark.parametrize(
+    "loss, y",
+    [
+        (CE, torch.tensor([0, 1])),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), torch.tensor([0, 1])),
+        (nn.BCEWithLogitsLoss(), torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])),
+    ],
+)
+def test_closed_forms_of_confident_models(loss: nn.Module, y: Tensor, scale: float):
+    """In float32 nothing cancels where probabilities are close to zero and one."""
+    z = scale * torch.tensor([[1.0, -0.3, -0.5], [-0.6, 1.0, -0.2]])
+    v = torch.tensor([[[0.3, 1.0, -0.5], [1.0, 0.2, 0.4]]])
+    known = wrap_loss(loss)
+    wide = z.double(), y.double() if y.is_floating_point() else y
+    for function in (
+        lambda z, y: known.gradient(z, y),
+        lambda z, y: known.hessian(z, y)(v.to(z.dtype)),
+        lambda z, y: known.hessian_sqrt(z, y),
+    ):
+        found, expected = function(z, y), function(*wide)
+        # entry by entry, relative to the entry
+        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-30)
+
+
+# --- losses that differ from what they seem
+
+
+def tripled(z: Tensor, y: Tensor) -> Tensor:
+    return 3 * F.cross_entropy(z, y)
+
+
+class Called(nn.CrossEntropyLoss):
+    def __call__(self, z: Tensor, y: Tensor) -> Tensor:
+        return tripled(z, y)
+
+
+def hooked() -> nn.Module:
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
+    return loss
+
+
+def patched() -> nn.Module:
+    loss = nn.CrossEntropyLoss()
+    loss.forward = tripled
+    return loss
+
+
+@pytest.mark.parametrize("make", [Called, hooked, patched])
+def test_losses_that_only_look_known(make: Callable):
+    for kind in SQUARE:
+        factor = 9 if kind is EFLinearOperator else 3
+        expected = factor * matrix(build(kind, mlp()))
+        assert error(matrix(build(kind, mlp(), loss=make())), expected) <= 1e-12
+    for kind in (GGNDiagonalLinearOperator, FisherMCLinearOperator):
+        with pytest.raises(NotImplementedError, match="subclasses with a forward method of their"):
+            matrix(build(kind, mlp(), loss=make()))

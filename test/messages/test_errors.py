@@ -815,6 +815,24 @@ def test_what_is_no_vector(wrong: Any):
             call()
 
 
+def test_jacobian_that_is_not_finite():
+    root = Returns(lambda z: nn.functional.threshold(z, -1, 0).sqrt())
+    for p in root.parameters():
+        nn.init.zeros_(p)
+    for operator in (J := build(root, data=[(X, None)], kind=JacobianLinearOperator), J.T):
+        with pytest.raises(ValueError, match="JacobianLinearOperator is not finite"):
+            operator @ torch.ones(operator.shape[1])
+
+
+@pytest.mark.parametrize("kind", JACOBIANS)
+def test_jacobian_of_data_that_are_not_finite(kind: type):
+    """Outputs may be infinite, as those of classes that are masked out are."""
+    with pytest.raises(ValueError, match="The model's output on batch 1 has NaN"):
+        build(data=NAN, kind=kind)
+    masked = Returns(lambda z: z + torch.tensor([-float("inf"), 0.0, 0.0]))
+    assert multiply(model=masked, kind=kind).isfinite().all()
+
+
 def test_output_vectors_have_no_structure():
     J = build(kind=JacobianLinearOperator)
     with pytest.raises(ValueError, match="one flat vector of length 15"):

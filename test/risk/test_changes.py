@@ -16,11 +16,13 @@ import changeable
 import pytest
 import torch
 from changeable import Changeable, World
-from contract import ALL, error, vectors
+from contract import ALL, CASES, error, vectors
+from models import Using
+from small import CE, batches, build, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops.autodiff.used_modules import find_modules
+from curvlinops import FisherMCLinearOperator, HessianLinearOperator, KFACLinearOperator
 
 
 def _fused_adam(w: World) -> None:
@@ -254,34 +256,47 @@ def test_tied_entries_stay_equal():
 # --- modules that functions use
 
 
-settings = types.ModuleType("settings")
-settings.net, settings.average = MODULE, nn.Linear(1, 1)
+# --- changes that are refused
 
 
-def _by_default(x: Tensor, net: nn.Module = MODULE) -> Tensor:
-    return net(x)
+@pytest.mark.parametrize("case", CASES)
+def test_replaced_parameters_are_noticed(case: str):
+    model, entry = mlp(), CASES[case]
+    params = list(model.parameters())
+    arguments = (CE, params) if entry.takes_loss else (params,)
+    operator = entry.operator(model, *arguments, batches(4), **dict(entry.arguments))
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    with pytest.raises(ValueError, match=r"'0.weight'.*were replaced.*Build a new operator"):
+        operator @ torch.ones(operator.shape[1])
 
 
-#: Functions of a module, and of no other one.
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "global": lambda x: MODULE(x),
-    "function of a function": lambda x: _by_default(x),
-    "attribute of a module": lambda x: sum(settings.net(x) for _ in range(2)),
-    "containers": (lambda nets: lambda x: nets["all"][0](x))({"all": (MODULE,)}),
-    "decorated": torch.no_grad()(lambda x: MODULE(x)),
-    "wrapped": functools.cache(lambda x: MODULE(x)),
-}
+def test_losses_that_are_not_known_any_more():
+    """A hook makes it another loss, whose labels nobody knows how to sample."""
+    loss = nn.CrossEntropyLoss()
+    operator = build(FisherMCLinearOperator, mlp(), loss=loss)
+    v = torch.ones(operator.shape[1])
+    operator @ v
+    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
+    with pytest.raises(NotImplementedError, match="not known as a negative log-likelihood"):
+        operator @ v
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_modules_that_a_function_uses(function: Callable):
-    assert find_modules(function) == [MODULE]
-
-
-def test_data_is_not_searched_for_modules():
-    class Lazy(dict):
-        def values(self) -> list:
-            raise AssertionError("all data would be read")
-
-    words, many = Lazy({str(i): i for i in range(2000)}), list(range(100_000))
-    assert find_modules(lambda X: MODULE(X) + len(words) + len(many)) == [MODULE]
+@pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])
+@pytest.mark.parametrize(
+    "later, match",
+    [
+        (lambda s, x: x @ s.hidden[0].T, "by a reference that is not registered"),
+        (lambda s, x: s.linear(x).detach(), "does not depend on any of the parameters"),
+    ],
+    ids=["hidden", "lost"],
+)
+def test_parameters_that_are_lost_later(later: Callable, match: str, kind: type):
+    model = Using(lambda s, x: s.linear(x), linear=nn.Linear(3, 3, dtype=torch.float64))
+    model.hidden = [model.linear.weight]
+    operator = build(kind, model)
+    operator @ torch.ones(12)
+    model._function = later
+    if kind is KFACLinearOperator:  # a snapshot
+        operator = build(kind, model, check_deterministic=False)
+    with pytest.raises(ValueError, match=match):
+        operator @ torch.ones(12)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import problems
 import pytest
-import reference
 import torch
 from contract import ALL, CORE, error, matrix, vectors
 from problems import Problem
@@ -21,7 +20,6 @@ from curvlinops import (
     JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
-    TorchLinearOperator,
 )
 
 pytestmark = pytest.mark.extensive
@@ -126,87 +124,6 @@ def test_batches_in_any_layout(name: str, dtype: torch.dtype):
 # --- nothing that is known is used where it is wrong
 
 
-class Wrong(torch.autograd.Function):
-    """Twice its input, with a wrong derivative in forward mode."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def jvp(ctx, tangent: Tensor) -> Tensor:
-        return 3 * tangent
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return 2 * gradient
-
-
-class Varying(Net):
-    """Doubles its output, perhaps by a function that forward mode gets wrong."""
-
-    attribute = False
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("on", torch.tensor(0.0))
-
-    def forward(self, X: dict) -> Tensor:
-        z = self.layers(X["x"])
-        wrong = self.attribute or X.get("wrong") or len(z) > N or self.on > 0
-        return Wrong.apply(z) if wrong else 2 * z
-
-
-class Doubled(Net):
-    def forward(self, X: dict) -> Tensor:
-        return 2 * self.layers(X["x"])
-
-
-Data = list[tuple[dict, Tensor]]
-
-
-def _add_wrong_hook(net: Varying, data: Data) -> None:
-    net.register_forward_hook(lambda module, args, output: Wrong.apply(output) / 2)
-
-
-def _double_samples(net: Varying, data: Data) -> None:
-    X, y = data[0]
-    data[0] = {"x": torch.cat([X["x"], X["x"]])}, torch.cat([y, y])
-
-
-#: What makes forward mode wrong.
-CHANGES: dict[str, Callable[[Varying, Data], object]] = {
-    "attribute": lambda net, data: setattr(net, "attribute", True),
-    "buffer": lambda net, data: net.on.fill_(1),
-    "hook": _add_wrong_hook,
-    "value in X": lambda net, data: data[0][0].update(wrong=True),
-    "more samples": _double_samples,
-}
-
-
-@pytest.mark.parametrize("what", CHANGES)
-def test_functions_that_forward_mode_gets_wrong(what: str):
-    (x, y), net, loss = batch(), Varying(), nn.CrossEntropyLoss()
-    data = [({"x": x}, y)]
-
-    def check(operator: TorchLinearOperator) -> None:
-        plain = Doubled()
-        problem = Problem(plain, loss, list(plain.parameters()), data, mc=True)
-        v = vectors(operator)
-        assert error(operator @ v, reference.ggn(problem) @ v) <= 1e-10
-
-    operators = [build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"]))]
-    check(operators[0])
-    CHANGES[what](net, data)
-    operators.append(build(net, GGNLinearOperator, data, batch_size_fn=lambda X: len(X["x"])))
-    for operator in operators:
-        check(operator)
-
-
 class Penalized(nn.Module):
     """A loss that may use the parameters itself."""
 
@@ -265,27 +182,6 @@ def test_losses_that_need_the_graph_on_some_batches(order: tuple[int, int], doub
     torch.testing.assert_close(H @ v, truth)
     with pytest.raises(ValueError, match="is not a function of the model's output"):
         product(build(model, GGNLinearOperator, data, _residual, reduction="mean"))
-
-
-class Hides(nn.Module):
-    """Uses its weight by a plain list, when told to."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.hidden, self.flag = [self.linear.weight], False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.hidden[0].T if self.flag else self.linear(x)
-
-
-def test_hidden_parameters_are_noticed_later():
-    net = Hides().double()
-    H = build(net, HessianLinearOperator, [batch()])
-    product(H)
-    net.flag = True
-    with pytest.raises(ValueError, match="by a reference that is not registered"):
-        product(H)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -377,28 +273,6 @@ def test_batches_get_random_numbers_of_their_own():
 
 
 # --- numbers that models and losses read
-
-
-class Switched(Net):
-    """Does something else where a number says so."""
-
-    def __init__(self, function: Callable):
-        super().__init__()
-        self.function = function
-        self.register_buffer("on", torch.tensor([0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = super().forward(x)
-        return self.function(z) if self.on > 0 else 2 * z
-
-
-@pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])
-def test_lost_dependence_is_noticed(cls: type):
-    net, data = Switched(Tensor.detach), [batch()]
-    product(build(net, cls, data))
-    net.on.fill_(1)
-    with pytest.raises(ValueError, match="does not depend on any of the parameters"):
-        product(build(net, cls, data))
 
 
 class Unpadded(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small import build, mlp
 from torch import Tensor, nn
 
 import curvlinops
@@ -155,3 +156,12 @@ def test_lengths_that_depend_on_the_longest_sample_are_no_interaction():
         value = loss(model(x[n : n + 1]), y[n : n + 1, :length])
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
         torch.testing.assert_close(rows[n], expected)
+
+
+def test_batch_norm_without_running_statistics():
+    """It couples samples in any mode."""
+    model = mlp(nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    with pytest.warns(UserWarning, match="BatchNorm without running statistics"):
+        build(curvlinops.HessianLinearOperator, model)
+    with pytest.raises(ValueError, match="statistics couples.*track_running_stats=True"):
+        build(curvlinops.EFLinearOperator, model)

@@ -1,0 +1,77 @@
+"""Errors in the package's own code are not taken for errors of the user's code."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import build, dense, mlp
+from torch import Tensor, nn
+
+import curvlinops
+from curvlinops import (
+    EFLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    PerSampleGradientLinearOperator,
+)
+
+
+class Solve(nn.Module):
+    """Has a parameter without a rule."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.solve(self.weight, x.T).T
+
+
+def rows(model: nn.Module, **options: Any) -> Tensor:
+    return build(PerSampleGradientLinearOperator, model, **options).dense()
+
+
+def decayed(model: nn.Module) -> Tensor:
+    loss = lambda z, y: F.cross_entropy(z, y) + model[0].weight.square().sum()  # noqa: E731
+    return rows(model, loss=loss, reduction="mean")
+
+
+def penalized(z: Tensor, y: Tensor) -> Tensor:
+    return z.square().square().sum()
+
+
+#: Functions that are called where errors of users' code lead to another way, and their callers.
+FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
+    "risk.derivatives.vjp_columns": lambda m: dense(HessianLinearOperator, m),
+    "risk.derivatives.forward_ad": lambda m: build(GGNLinearOperator, m) @ torch.ones(31),
+    "risk.batch_problem.select_samples": lambda m: build(EFLinearOperator, m),
+    "layers.samples.RecordedBatch": rows,
+    "layers.recorded.graph_nodes": rows,
+    "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(Solve().double(), m)),
+    "layers.fallback.gradient": decayed,
+    "losses.generic.select_samples": lambda m: build(
+        HessianLinearOperator, m, loss=penalized, reduction="sum"
+    ),
+    "losses.generic.vjp": lambda m: (
+        build(GGNLinearOperator, m, loss=penalized, reduction="sum") @ torch.ones(31)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [NameError, AttributeError, AssertionError])
+@pytest.mark.parametrize("place", FALLBACKS)
+def test_mistakes_of_ours_surface(place: str, kind: type, monkeypatch: pytest.MonkeyPatch):
+    FALLBACKS[place](mlp())
+    code = "def mistake(*args, **kwargs):\n    raise kind('a mistake of ours')\n"
+    namespace = {"kind": kind}
+    exec(compile(code, curvlinops.__file__, "exec"), namespace)  # as a function of the package
+    if place.endswith("forward_ad"):  # a module
+        mistake = SimpleNamespace(dual_level=namespace["mistake"])
+    else:
+        mistake = namespace["mistake"]
+    monkeypatch.setattr(f"curvlinops.{place}", mistake)
+    with pytest.raises(kind, match="a mistake of ours"):
+        FALLBACKS[place](mlp())
