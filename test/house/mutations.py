@@ -25,8 +25,9 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: room/file, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        messages/arguments support/norms support/pytree risk/changes contract/threads
-        risk/linearized structured/structured structured/saving contract/robustness
+        messages/arguments support/norms support/pytree risk/changes contract/modes
+        risk/linearized structured/structured structured/saving
+        messages/mistakes_of_ours
         clients/clients::test_one_progress_bar_for_each_solver""",
     "linear_operator": """
         linear_operator/algebra risk/linearized_algebra linear_operator/compile
@@ -37,16 +38,16 @@ TESTS = {
     "autodiff": """
         contract/contract::test_linear_and_adjoint
         contract/contract::test_single_products_of_large_models messages/errors
-        risk/custom_functions autodiff/float16 contract/ambient contract/threads
-        contract/untouched::test_after_success
-        contract/untouched::test_attributes_of_parameters_and_buffers""",
+        risk/custom_functions autodiff/float16 contract/modes autodiff/forward_mode
+        autodiff/used_modules contract/left_as_found""",
     "autodiff/overrides": """
-        autodiff/overrides autodiff/convolution_backward layers/constants
+        autodiff/overrides autodiff/convolution_backward autodiff/forward_mode
         autodiff/zero_derivatives""",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
-        risk/custom_functions autodiff/zero_derivatives messages/errors contract/robustness
-        layers/complex_and_sparse contract/threads risk/model_facts risk/linearized""",
+        risk/custom_functions autodiff/zero_derivatives messages/errors
+        messages/mistakes_of_ours contract/models layers/complex_and_sparse contract/modes
+        risk/model_facts risk/changes risk/linearized""",
     "losses": """
         losses/losses risk/custom_functions messages/errors
         contract/contract::test_samples_are_unbiased

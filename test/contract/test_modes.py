@@ -1,14 +1,19 @@
-"""Numbers do not depend on PyTorch's ambient modes and default device."""
+"""Numbers do not depend on PyTorch's ambient modes, the default device and other threads."""
 
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import problems
 import pytest
 import torch
 from contract import ALL, vectors
+from small import SQUARE, batches, build, mlp
 from torch import Tensor, nn
 
 import curvlinops as C
@@ -45,24 +50,41 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected
 
 
-@pytest.mark.parametrize("columns", [(), (3,)])
+MODES: dict[str, Callable] = {
+    "no_grad": torch.no_grad,
+    "autocast": half,
+    "inference": torch.inference_mode,
+    "default device": meta,
+}
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, "tokens-bce-sum"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", ALL)
-def test_products(case: str, columns: tuple[int, ...]):
-    p = problems.make(PROBLEM)
-    v = vectors(ALL[case].build(p), *columns)
-    expected = ALL[case].build(p) @ v
-    with half():
-        operator = ALL[case].build(p)
-        first, second = operator @ v, operator @ v
-        x = v.clone().requires_grad_()
-        (operator @ x).sum().backward()
-    assert same(first, expected) and torch.allclose(second, expected, rtol=1e-4, atol=1e-6)
-    ones = torch.ones(operator.shape[0], *columns)
-    assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
+def test_products(case: str, mode: str, problem: str):
+    p, mode = problems.make(problem), MODES[mode]
+    operator = ALL[case].build(p)
+    v, V = vectors(operator), vectors(operator, 3)
+    expected = operator @ v, operator @ V
+    with mode():
+        inside = ALL[case].build(p)
+        assert same((inside @ v, inside @ V, operator @ v), (*expected, expected[0]))
+    assert same(inside @ V, expected[1])
     with operator.linearized():
-        before = operator @ v
-        with half():
-            assert same(operator @ v, before)
+        kept = operator @ v, operator @ V
+        with mode():
+            assert same((operator @ v, operator @ V), kept)
+
+
+@pytest.mark.parametrize("columns", [(), (3,)])
+@pytest.mark.parametrize("mode", [half, meta])
+@pytest.mark.parametrize("case", ALL)
+def test_gradients_with_respect_to_vectors(case: str, mode: Callable, columns: tuple[int, ...]):
+    operator = ALL[case].build(problems.make(PROBLEM))
+    x, ones = vectors(operator, *columns).requires_grad_(), torch.ones(operator.shape[0], *columns)
+    with mode():
+        (operator @ x).sum().backward()
+    assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
 
 
 ONES = torch.ones(20)
@@ -130,22 +152,12 @@ COMPUTED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", COMPUTED)
-@pytest.mark.parametrize("mode", [half, torch.inference_mode, meta])
-def test_methods_and_algorithms(kind: str, mode: Callable):
+@pytest.mark.parametrize("mode", MODES)
+def test_methods_and_algorithms(kind: str, mode: str):
     expected = COMPUTED[kind]()
-    with mode():
+    with MODES[mode]():
         found = COMPUTED[kind]()
     assert same(found, expected)
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_operators_with_another_default_device(case: str):
-    p = problems.make("tokens-bce-sum")
-    operator = ALL[case].build(p)
-    v = vectors(operator)
-    with meta():
-        found = ALL[case].build(p) @ v
-    torch.testing.assert_close(found, operator @ v)
 
 
 def test_autocast_inside_the_model_stays():
@@ -219,3 +231,81 @@ def test_compiled(case: str, kind: str):
     torch.testing.assert_close(found, expected)
     found.square().sum().backward(), expected.square().sum().backward()
     torch.testing.assert_close(y.grad, x.grad)
+
+
+# --- threads
+
+
+class Slow(nn.Module):
+    """A model in whose forward pass other threads have their turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, X: Tensor) -> Tensor:
+        time.sleep(1e-3)
+        return self.net(X)
+
+
+@pytest.mark.parametrize("kind", [*SQUARE, C.KFACLinearOperator])
+def test_several_threads_use_one_model(kind: type):
+    model = Slow()
+    operators = [
+        build(
+            kind, model, params={name: scale * p.detach() for name, p in model.named_parameters()}
+        )
+        for scale in (1.0, 2.0)
+    ]
+    v = torch.arange(31.0).cos().double()
+    expected = [operator @ v for operator in operators]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda operator: operator @ v, 5 * operators))
+    torch.testing.assert_close(found, 5 * expected)
+
+
+def test_the_lock_is_released_after_an_error():
+    data = batches(4)
+    operator = build(C.GGNLinearOperator, mlp(), data)
+    v = torch.ones(31)
+    expected, pair = operator @ v, data[0]
+    data[0] = (pair[0] * torch.nan, pair[1])
+    with pytest.raises(ValueError, match="NaN"):
+        operator @ v
+    data[0] = pair
+    with ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(lambda: operator @ v).result(20), expected)
+
+
+class Stopping(nn.Linear):
+    """Stops once, at most half a second, for another thread to get into its way."""
+
+    def __init__(self):
+        super().__init__(3, 3, dtype=torch.float64)
+        self.events = SimpleNamespace(armed=False, reached=threading.Event())
+        self.done = threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.events.armed and not self.events.reached.is_set():
+            self.events.reached.set()
+            assert not self.done.wait(0.5)
+        return super().forward(x)
+
+
+def test_threads_change_nothing_inside_of_products():
+    model = Stopping()
+    operator = build(C.HessianLinearOperator, model)
+    v = torch.arange(operator.shape[1], dtype=torch.float64)
+    expected = operator @ v
+
+    def other() -> None:
+        model.events.reached.wait()
+        operator.gradient_and_loss()
+        model.done.set()
+
+    model.events.armed = True
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(other)
+        assert torch.equal(operator @ v, expected)
+        done.result()
+    assert model.done.is_set()

@@ -14,6 +14,7 @@ from contract import ALL, CASES, matrix
 from problems import Problem
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops import TorchLinearOperator
 
@@ -124,36 +125,6 @@ def surroundings() -> list:
     ]
 
 
-class Failing:
-    """Batches of which the second raises, from the third pass over the data on."""
-
-    def __init__(self, error: BaseException, passes: int):
-        self.error, self.passes = error, passes
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.passes -= 1
-        first, second = batches()
-        yield first
-        random.random(), np.random.rand(), torch.rand(1)  # loaders draw numbers
-        if self.passes < 0:
-            raise self.error
-        yield second
-
-
-class FailingModel(nn.Module):
-    """Raises in its second batch, in the second half of its forward."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net, self.armed = net, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.net(x)
-        if self.armed and len(x) == 2:
-            raise RuntimeError("failed on purpose")
-        return out
-
-
 def product(case: str, net: nn.Module, data) -> Callable[[], None]:
     """Build an operator; return a function that multiplies with it, also inside ``linearized``."""
     params = [p for p in net.parameters() if p.ndim > 0]
@@ -170,11 +141,53 @@ def product(case: str, net: nn.Module, data) -> Callable[[], None]:
     return multiply
 
 
+class Failing(nn.Module):
+    """Batches and a model that raise an error, once they are armed."""
+
+    def __init__(self, net: nn.Module, data: BaseException | None, model: BaseException | None):
+        super().__init__()
+        self.net, self.errors, self.armed = net, {"data": data, "model": model}, False
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        first, second = batches()
+        yield first
+        random.random(), np.random.rand(), torch.rand(1)  # loaders draw numbers
+        if self.armed and self.errors["data"]:
+            raise self.errors["data"]
+        yield second
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.net(x)
+        if self.armed and self.errors["model"] and len(x) == 2:  # in the second batch
+            raise self.errors["model"]
+        return out
+
+
+#: Errors in the data and in the model.
+SITUATIONS = {
+    "success": (None, None),
+    "error in the data": (RuntimeError("on purpose"), None),
+    "interrupt in the data": (KeyboardInterrupt("on purpose"), None),
+    "error in the model": (None, RuntimeError("on purpose")),
+    "interrupt in the model": (None, KeyboardInterrupt("on purpose")),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("case", ALL)
-def test_after_success(case: str):
+def test_all_is_as_found(case: str, situation: str):
     net = model()
+    errors = SITUATIONS[situation]
+    failing = Failing(net, *errors)
     before, around = state(net), surroundings()
-    product(case, net, batches())()
+    multiply = product(case, failing, failing)
+    assert surroundings() == around
+    if any(errors):
+        failing.armed = True
+        with pytest.raises(type(errors[0] or errors[1]), match="on purpose"):
+            multiply()
+    else:
+        multiply()
     assert state(net) == before
     assert surroundings() == around
     copy.deepcopy(net[4]), pickle.dumps(net[4])
@@ -195,32 +208,6 @@ def test_generators_of_all_devices_in_use(monkeypatch: pytest.MonkeyPatch):
 
     product("ggn", model(), Drawing(batches()))()
     assert all(map(torch.equal, before, [generator.get_state() for generator in others]))
-
-
-@pytest.mark.parametrize("error", [RuntimeError("on purpose"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("case", ALL)
-def test_after_an_exception_in_the_data(case: str, error: BaseException):
-    net = model()
-    before = state(net)
-    # the check takes two passes, the Jacobians count outputs in a third
-    multiply = product(case, net, Failing(error, passes=2 + (not ALL[case].square)))
-    around = surroundings()
-    with pytest.raises(type(error)):
-        multiply()
-    assert state(net) == before
-    assert surroundings() == around
-
-
-@pytest.mark.parametrize("case", ALL)
-def test_after_an_exception_in_the_model(case: str):
-    net = FailingModel(model())
-    multiply = product(case, net, batches())
-    net.armed = True
-    before, around = state(net), surroundings()
-    with pytest.raises(RuntimeError, match="failed on purpose"):
-        multiply()
-    assert state(net) == before
-    assert surroundings() == around
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -421,3 +408,46 @@ def test_attributes_of_parameters_and_buffers(kind: str, case: str):
         for _ in range(2):
             torch.testing.assert_close(matrix(operator), matrix(expected), rtol=1e-10, atol=1e-12)
     assert net[0].weight.count == 0
+
+
+# --- models and loaders that draw random numbers
+
+
+def drawn() -> tuple[float, float, float]:
+    """Draw from all global generators."""
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def seed() -> None:
+    """Seed all global generators."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients"])
+def test_generators_are_restored_after_models_that_draw(case: str):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
+    p = Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), batches(), mc=True)
+    operator = ALL[case].build(p, check_deterministic=False)
+    operator @ torch.ones(12)
+    net.train()
+    seed()
+    first = drawn()
+    seed()
+    for _ in range(3):
+        operator @ torch.ones(12)
+    assert drawn() == first
+
+
+def test_generators_are_restored_after_loaders_that_draw():
+    net, (batch, _) = nn.Linear(3, 3), batches()
+    data = DataLoader(TensorDataset(*batch), batch_size=2)
+    p = Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), data, mc=True)
+    operator, K = ALL["ggn"].build(p), ALL["kfac"].build(p)
+    seed()
+    first = drawn()
+    seed()
+    operator @ torch.ones(12)
+    K.update(batch)
+    assert drawn() == first
