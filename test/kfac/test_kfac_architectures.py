@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import kfac_reference
+import problems
 import pytest
 import reference
 import torch
@@ -354,3 +355,118 @@ def test_grouped_products_of_experts(cls: type):
         assert {block.structure for block in operator.report()} == {"kronecker"}
         found.append(matrix(operator))
     assert error(*found) <= 1e-5
+
+
+# --- batches of one sample
+
+
+def with_head(layer: Callable, width: int, **parts: Tensor) -> nn.Module:
+    """Return a layer that uses a function of a parameter, and a head whose structure is known."""
+    return Using(lambda m, x: m.head(torch.tanh(layer(m, x))), head=L(width, 2), **parts)
+
+
+def masked(m: Using, x: Tensor) -> Tensor:
+    return F.linear(x, m.weight * m.constant, m.bias)
+
+
+def masked_convolution(m: Using, x: Tensor) -> Tensor:
+    return F.conv1d(x, m.weight * m.constant).mean(2)
+
+
+def filter_from_coordinates(m: Using, x: Tensor) -> Tensor:
+    hidden = torch.tanh(m.constant @ m.first)
+    return F.conv1d(x, (hidden @ m.second).T.unsqueeze(1)).mean(2)
+
+
+def bias_of_distances(m: Using, x: Tensor) -> Tensor:
+    index = torch.arange(x.shape[1])
+    bias = F.embedding(index[:, None] - index + len(index) - 1, m.table).squeeze(2)
+    return ((x @ x.mT + bias).softmax(2) @ x).sum(1)
+
+
+def one_by_one(m: Using, x: Tensor) -> Tensor:
+    return torch.stack([torch.tanh(F.linear(one, m.weight, m.bias)).mean(0) for one in x])
+
+
+def masked_one_by_one(m: Using, x: Tensor) -> Tensor:
+    weight = m.other * m.constant
+    return F.linear(one_by_one(m, x), weight)
+
+
+R = torch.randn
+#: Models whose layers use functions of parameters, and the shape of an input.
+FUNCTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "masked": (
+        lambda: with_head(
+            masked, 3, constant=nn.Buffer(torch.tensor([[1.0], [0.0], [1.0]])), weight=R(3, 4),
+            bias=R(3),
+        ),
+        (4,),
+    ),
+    "masked-convolution": (
+        lambda: with_head(
+            masked_convolution, 3, constant=nn.Buffer(torch.tensor([1.0, 1.0, 0.0])),
+            weight=R(3, 2, 3),
+        ),
+        (2, 5),
+    ),
+    "coordinates": (
+        lambda: with_head(
+            filter_from_coordinates, 3, constant=nn.Buffer(R(3, 2)), first=R(2, 4), second=R(4, 3)
+        ),
+        (1, 5),
+    ),
+    "distances": (lambda: with_head(bias_of_distances, 3, table=R(7, 1)), (4, 3)),
+}  # fmt: skip
+#: Models that call a layer for each sample.
+LOOPS = {
+    "loop": (lambda: with_head(one_by_one, 3, weight=R(3, 4), bias=R(3)), (5, 4)),
+    "loop-masked": (
+        lambda: with_head(
+            masked_one_by_one, 3, constant=nn.Buffer(R(3, 3)), weight=R(3, 4), bias=R(3),
+            other=R(3, 3),
+        ),
+        (5, 4),
+    ),
+}  # fmt: skip
+
+
+def in_batches(name: str, size: int) -> Problem:
+    torch.manual_seed(0)
+    build, shape = (FUNCTIONS | LOOPS)[name]
+    model = build().double()
+    data = [(R(5, *shape).double(), R(5, 2).double())]
+    p = Problem(model, nn.MSELoss(), dict(model.named_parameters()), data, mc=True)
+    return problems.rebatched(p, size)
+
+
+def build(cls: type, p: Problem, **options: Any) -> KFACLinearOperator:
+    options = {"fisher_type": "empirical", "fallback": "dense"} | options
+    return cls(p.model, p.loss, p.params, p.data, **options)
+
+
+def structures(operator: KFACLinearOperator) -> list[tuple]:
+    return [(b.names, b.structure, b.factors, b.reason) for b in operator.report()]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_blocks_do_not_depend_on_the_batches(name: str, cls: type):
+    """Parameters have their exact block if layers use a function of them."""
+    p, corrected = in_batches(name, 1), cls is EKFACLinearOperator
+    expected = kfac_reference.kfac(p, "empirical", corrected=corrected)
+    for options in ({}, {"kfac_approx": "reduce"}):
+        alone, together = build(cls, p, **options), build(cls, in_batches(name, 5), **options)
+        assert error(matrix(alone), expected) <= 1e-9
+        assert structures(alone) == structures(together)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
+def test_loops_over_samples(name: str, cls: type):
+    """A layer of a loop sees one sample in each call."""
+    alone, together = build(cls, in_batches(name, 1)), build(cls, in_batches(name, 5))
+    assert error(matrix(alone), matrix(together)) <= 1e-9
+    assert structures(alone) == structures(together)
+    kinds = {names[0]: structure for names, structure, *_ in structures(alone)}
+    assert kinds["weight"] == "kronecker"

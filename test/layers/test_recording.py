@@ -144,6 +144,19 @@ def two_layers() -> tuple:
     return lambda p, X: fused(torch.tanh(X @ p["a"]), p["w"]), LOSS, params, data
 
 
+def fails_on_gradients(x: Tensor, w: Tensor) -> dict[str, Use | None]:
+    def fails(*args):
+        raise IndexError("on gradients")
+
+    return {"w": Use((len(x),), fails, fails)}
+
+
+def test_mistakes_in_gradients_of_rules_surface(monkeypatch):
+    monkeypatch.setitem(RULES, fused, Rule(fails_on_gradients))
+    with pytest.raises(IndexError, match="on gradients"):
+        PerSampleGradientLinearOperator(*two_layers()).norms()
+
+
 def test_mistakes_in_rules_surface(monkeypatch):
     monkeypatch.setitem(RULES, fused, Rule(misspelt))
     J = PerSampleGradientLinearOperator(*two_layers())

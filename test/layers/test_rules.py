@@ -456,31 +456,6 @@ def test_einsum_with_numbers_of_axes():
     check(Call(lambda x, w: torch.einsum(x, [..., 3], w, [3, 4], [..., 4]), (4, 3)), sequences())
 
 
-class Bare(nn.Module):
-    """Parameters used directly, in parts, transposed, and through functions."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(1, 5, 4))
-        self.fused, self.left = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(3, 2))
-        self.token, self.low = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4, 1))
-        self.register_buffer("mask", (torch.randn(4, 4) > 0).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.scale + self.shift[:, : x.shape[1]]
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
-        x = x - torch.exp(self.low).T / 3
-        first, second = self.fused.chunk(2)
-        h = torch.einsum("ntd,ed->nte", x, first) + x @ second.mT
-        h = h @ (self.left @ self.left.T)
-        return torch.addmm(h.new_zeros(2), h.reshape(-1, 3), self.left).reshape(len(x), -1)
-
-
-def test_bare_parameters():
-    torch.manual_seed(0)
-    check(Bare(), sequences())
-
-
 @pytest.mark.parametrize("build", [resnet, unet, vit])
 def test_real_models(build: Callable):
     torch.manual_seed(0)

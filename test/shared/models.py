@@ -26,7 +26,7 @@ class Using(nn.Module):
         super().__init__()
         self._function = function
         for name, part in parts.items():
-            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter)
+            is_value = isinstance(part, Tensor) and not isinstance(part, nn.Parameter | nn.Buffer)
             setattr(self, name, nn.Parameter(part) if is_value else part)
 
     def forward(self, x: Any) -> Tensor:

@@ -9,8 +9,11 @@ from torch.utils._pytree import tree_map
 
 from curvlinops import (
     EFLinearOperator,
+    EKFACLinearOperator,
     GGNDiagonalLinearOperator,
+    GGNLinearOperator,
     JacobianLinearOperator,
+    KFACLinearOperator,
 )
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 
@@ -43,21 +46,31 @@ def rows_in_batches(
     return torch.stack(rows)
 
 
-def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: Any) -> None:
-    """Compare everything that is computed of single gradients with the loop."""
+def check(model: nn.Module, inputs: list[Any], covered: bool | None = True, **options: Any) -> None:
+    """Compare everything that is computed of single gradients with the loop.
+
+    Args:
+        covered: Whether rules cover all parameters; either way if None.
+    """
     model = model.double().eval()
     data = []
     for X in inputs:
         X = tree_map(lambda x: x.double() if x.is_floating_point() else x, X)
         with torch.no_grad():
             data.append((X, torch.randn_like(model(X))))
-    params = list(model.parameters())
-    loss = nn.MSELoss(reduction="sum")
+    rows = loop(model, list(model.parameters()), data, nn.MSELoss(reduction="sum"))
+    compare(model, data, rows, covered, **options)
+
+
+def compare(
+    model: nn.Module, data: Data, rows: Tensor, covered: bool | None = True, **options: Any
+) -> None:
+    """Compare everything that is computed of single gradients with given ones."""
+    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
     operator = PerSampleGradients(model, loss, params, data, **options)
-    rows = loop(model, params, data, loss)
     close = {"rtol": 1e-8, "atol": 1e-10 * float(rows.norm())}
     torch.testing.assert_close(operator.dense(), rows, **close)
-    assert covered != bool(operator.fallbacks), operator.fallbacks
+    assert covered in (None, not operator.fallbacks), operator.fallbacks
     torch.testing.assert_close(operator.norms(), rows.norm(dim=1), **close)
     torch.testing.assert_close(
         operator.gram(), rows @ rows.T, rtol=1e-8, atol=1e-10 * float(rows.norm()) ** 2
@@ -71,10 +84,13 @@ def check(model: nn.Module, inputs: list[Any], covered: bool = True, **options: 
     torch.testing.assert_close(
         operator.T @ u, rows.T @ u, rtol=1e-8, atol=1e-9 * float(rows.norm())
     )
-    # too little memory for rows: from inputs and output gradients
-    E = EFLinearOperator(model, loss, params, data, terms="sample", cache=1)
+    # where there is too little memory for rows, from inputs and output gradients
     fisher, V = rows.T @ rows, torch.randn(rows.shape[1], 2).double()
-    torch.testing.assert_close(E @ V, fisher @ V, rtol=1e-8, atol=1e-9 * float(fisher.norm()))
+    for cache in ("auto", 1):
+        E = EFLinearOperator(model, loss, params, data, terms="sample", cache=cache)
+        close_to_fisher = {"rtol": 1e-8, "atol": 1e-9 * float(fisher.norm())}
+        torch.testing.assert_close(E @ V, fisher @ V, **close_to_fisher)
+        torch.testing.assert_close(E @ V[:, 0], fisher @ V[:, 0], **close_to_fisher)
     if data[0][1][0].numel() > 200:  # too many for a matrix of all outputs
         return
     J = JacobianLinearOperator(model, params, data)
@@ -94,3 +110,14 @@ def images(dims: int, channels: int, length: int = 6) -> list[Tensor]:
 def sequences(width: int = 4) -> list[Tensor]:
     """Batches of unequal size and length; the first has as many samples as positions."""
     return [torch.randn(3, 3, width), torch.randn(2, 5, width), torch.randn(4, 2, width)]
+
+
+def check_factors(model: nn.Module, data: Data, rows: Tensor) -> None:
+    """Compare sums of eigenvalues with given gradients, and the GGN's diagonal with the GGN."""
+    arguments = model, nn.MSELoss(reduction="sum"), list(model.parameters()), data
+    options = {"fisher_type": "empirical", "fallback": "dense"}
+    ekfac, kfac = (cls(*arguments, **options) for cls in (EKFACLinearOperator, KFACLinearOperator))
+    torch.testing.assert_close(ekfac.trace(), rows.square().sum())
+    assert bool(torch.isfinite(kfac.trace()))
+    ggn = GGNLinearOperator(*arguments).to_dense().diagonal()
+    torch.testing.assert_close(GGNDiagonalLinearOperator(*arguments).diagonal(), ggn)

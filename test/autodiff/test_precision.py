@@ -1,30 +1,29 @@
-"""Parameters that models cast to another precision before they use them."""
+"""Precisions: casts inside of models, low precision, and float16, whose range is narrow."""
 
-import logging
+import functools
 from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
 import torch
 from contract import error, matrix
+from models import Using
+from sample_gradients import loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvlinops import (
+    EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 
-pytestmark = pytest.mark.extensive
-
 Cast = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    caplog.set_level(logging.ERROR, "curvlinops")
 
 
 class Casting(nn.Module):
@@ -123,6 +122,7 @@ def build(kind: type, model: nn.Module, **options):
     return kind(model, nn.CrossEntropyLoss(), list(model.parameters()), data, **options)
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("approx, joint", [("expand", True), ("reduce", False)])
 @pytest.mark.parametrize("use", MODELS)
@@ -138,6 +138,7 @@ def test_kfac(use: Callable, approx: str, joint: bool, dtypes: tuple):
     assert error(matrix(found), matrix(expected)) <= dtypes[2]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("use", MODELS)
 def test_trace_of_ekfac(use: Callable, dtypes: tuple):
@@ -148,6 +149,7 @@ def test_trace_of_ekfac(use: Callable, dtypes: tuple):
     assert error(found, expected) <= dtypes[2]
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("use", MODELS)
 def test_samples(use: Callable, dtypes: tuple):
@@ -160,3 +162,128 @@ def test_samples(use: Callable, dtypes: tuple):
     assert error(found.gram(), expected.gram()) <= tolerance
     found, expected = (build(GGNDiagonalLinearOperator, model) for model in (own, double))
     assert error(found.diagonal(), expected.diagonal()) <= tolerance
+
+
+# --- low precision
+
+
+def _key_bias(s: Using, x: Tensor) -> Tensor:
+    return (s.q(x) @ s.k(x).mT).softmax(-1) @ x
+
+
+def _bias_before_norm(s: Using, x: Tensor) -> Tensor:
+    return F.layer_norm(s.q(x) + s.k.bias.sum(), (4,))
+
+
+def _attention(s: Using, x: Tensor) -> Tensor:
+    return s.attention(x, x, x)[0]
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("function", [_key_bias, _bias_before_norm, _attention])
+def test_low_precision(function: Callable, dtype: torch.dtype, tolerance: float):
+    """Gradients that add up to zero, and rows in an unusual order, are known as such."""
+    torch.manual_seed(0)
+    if function is _attention:
+        parts = {"attention": nn.MultiheadAttention(4, 2, batch_first=True)}
+    else:
+        parts = {"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}
+    net = Using(lambda s, x: torch.tanh(function(s, x)).flatten(1), **parts).to(dtype)
+    exact = deepcopy(net).double()
+    inputs = [x.to(dtype) for x in (torch.randn(3, 5, 4), torch.randn(2, 5, 4))]
+    data = [(x, torch.randn(len(x), 20).to(dtype)) for x in inputs]
+    loss = nn.MSELoss(reduction="sum")
+    operator = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data)
+    double = [(x.double(), y.double()) for x, y in data]
+    rows = loop(exact, list(exact.parameters()), double, loss)
+    assert error(operator.dense(), rows) <= tolerance
+    assert not operator.fallbacks
+
+
+# --- float16: refused in params; frozen layers, and parts, in it work
+
+
+KINDS: dict[str, Callable] = {
+    "hessian": HessianLinearOperator,
+    "ggn": GGNLinearOperator,
+    "fisher": EFLinearOperator,
+    "jacobian": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k),
+    "transpose": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k).T,
+    "rows": PerSampleGradientLinearOperator,
+    "kfac": functools.partial(KFACLinearOperator, fisher_type="type-2"),
+}
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_are_refused(kind: type, named: bool):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    model[1].half()
+    params = dict(model.named_parameters()) if named else list(model.parameters())
+    data = [(torch.randn(7, 4), torch.arange(7) % 3)]
+    with pytest.raises(TypeError, match=r"'1.weight' is in float16.*bfloat16.*float32"):
+        kind(model, nn.CrossEntropyLoss(), params, data)
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and an adapter of low rank, which computes in its own precision."""
+
+    def __init__(self, dim_in: int, dim_out: int):
+        super().__init__()
+        self.frozen = nn.Linear(dim_in, dim_out).requires_grad_(False)
+        self.down, self.up = nn.Linear(dim_in, 2, bias=False), nn.Linear(2, dim_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x.to(self.up.weight.dtype))).to(x.dtype)
+
+
+def adapted(base: torch.dtype, adapters: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 3))
+    for layer in (model[0], model[2]):
+        layer.to(adapters).frozen.half().to(base)
+    return model, [p for p in model.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_a_frozen_base(kind: str):
+    X, y = torch.randn(12, 6).half(), torch.arange(12) % 3
+    model, params = adapted(torch.float16, torch.float32)
+    exact, exact_params = adapted(torch.float64, torch.float64)
+    with torch.no_grad():
+        for p, q in zip(params, exact_params, strict=True):
+            q.copy_(p)
+    loss = nn.CrossEntropyLoss()
+    A = KINDS[kind](model, loss, params, [(X, y)])
+    expected = KINDS[kind](exact, loss, exact_params, [(X.double(), y)])
+    V = torch.randn(A.shape[1], 2)
+    assert error(A @ V, expected @ V.double()) < 1e-2
+    assert error(A @ V[:, 0], (expected @ V.double())[:, 0]) < 1e-2
+
+
+class Within(nn.Module):
+    """An activation in half precision."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype).tanh().to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", ["within", "output"])
+def test_wide_models_with_a_part_in_half_precision(kind: type, dtype: torch.dtype, place: str):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 5), Within(dtype), nn.Linear(5, 3)]
+    layers = [*layers, Within(dtype)] if place == "output" else layers
+    model, X = nn.Sequential(*layers).double(), torch.randn(7, 4).double()
+    exact = deepcopy(nn.Sequential(*(nn.Tanh() if isinstance(m, Within) else m for m in layers)))
+    y, loss = torch.randint(3, (7,)), nn.CrossEntropyLoss()
+    v = torch.ones(sum(p.numel() for p in model.parameters())).double()
+    found = kind(model, loss, list(model.parameters()), [(X, y)]) @ v
+    expected = kind(exact, loss, list(exact.parameters()), [(X, y)]) @ v
+    assert error(found, expected) < (0.05 if dtype == torch.bfloat16 else 5e-3)

@@ -1,23 +1,31 @@
-"""Gradients of single samples of models that use their parameters in unusual ways."""
+"""Models that use their parameters in all ways: per-sample gradients, one sample at a time."""
 
-import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import CASES, matrix
 from models import Using
-from sample_gradients import check, loop, rows_in_batches, sequences
+from problems import Problem
+from sample_gradients import check, check_factors, compare, loop, rows_in_batches, sequences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
-from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops import (
+    EKFACLinearOperator,
+    GGNDiagonalLinearOperator,
+    GGNLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    PerSampleGradientLinearOperator,
+)
 
 pytestmark = pytest.mark.extensive
 
 #: Functions that build a model and inputs, and whether rules cover all parameters.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool]] = {}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool | None]] = {}
 
 
 class Model(Using):
@@ -180,7 +188,128 @@ def weighted_averages() -> nn.Module:
     return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
 
 
+@model(sequences)
+def bare_parameters() -> nn.Module:
+    """Used in parts, transposed, and through functions."""
+
+    def function(s: Model, x: Tensor) -> Tensor:
+        x = x * s.scale + s.shift[:, : x.shape[1]]
+        x = torch.cat([s.token.expand(len(x), -1, -1), x], 1) - torch.exp(s.low).T / 3
+        first, second = s.fused.chunk(2)
+        h = torch.einsum("ntd,ed->nte", x, first) + x @ second.mT
+        h = h @ (s.left @ s.left.T)
+        return torch.addmm(h.new_zeros(2), h.reshape(-1, 3), s.left).reshape(len(x), -1)
+
+    return Model(
+        function,
+        scale=weight(4),
+        shift=weight(1, 5, 4),
+        fused=weight(6, 4),
+        left=weight(3, 2),
+        token=weight(1, 1, 4),
+        low=weight(4, 1),
+    )
+
+
+@model(vectors)
+def steps_of_learned_length() -> nn.Module:
+    """Euler's method for a differential equation."""
+
+    def function(s: Model, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = x + s.step * torch.tanh(s.rate(x))
+        return x
+
+    return Model(function, rate=nn.Linear(4, 4), step=torch.tensor(0.3))
+
+
+# --- complex numbers
+
+
+def spectrum(x: Tensor) -> Tensor:
+    return torch.fft.fft(x)
+
+
+#: Functions of a batch of vectors and of two vectors; whether rules cover them is said of one.
+COMPLEX: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "product": lambda s, x: torch.fft.ifft(spectrum(x) * s.a).real,
+    "sum": lambda s, x: (spectrum(x) + s.a).abs(),
+    "quotient": lambda s, x: (spectrum(x) / s.a).real.tanh(),
+    "power": lambda s, x: ((spectrum(x) + 9) ** s.a).abs(),
+    "rotation": lambda s, x: (torch.exp(1j * s.b) * spectrum(x) * s.a).real,
+    "complex": lambda s, x: (torch.complex(s.a, s.b) * spectrum(x)).imag,
+    "in place": lambda s, x: spectrum(x).mul_(s.a).abs(),
+    "addcmul": lambda s, x: torch.addcmul(spectrum(x), spectrum(x), s.a.to(x) + 0j).abs(),
+    "broadcast": lambda s, x: (spectrum(x).unsqueeze(1) * s.a[:, None]).sum(1).abs(),
+}
+
+
+def with_head(function: Callable[[Model, Tensor], Tensor]) -> nn.Module:
+    """Return a function of two vectors, and a linear layer."""
+    parts = {"a": torch.rand(4) + 0.5, "b": weight(4), "head": nn.Linear(4, 2)}
+    return Model(lambda s, x: s.head(function(s, x)), **parts)
+
+
+MODELS |= {
+    f"complex {name}": (
+        lambda function=function: with_head(function),
+        vectors,
+        True if name == "product" else None,
+    )
+    for name, function in COMPLEX.items()
+}
+
+
 # --- models of which some gradients take one pass for each sample
+
+
+def _triangle(s: Model, A: Tensor) -> Tensor:
+    A[*torch.tril_indices(3, 3)] = s.p
+    return A
+
+
+def _symmetric(s: Model, A: Tensor) -> Tensor:
+    A[*torch.tril_indices(3, 3).flip(0)] = s.p
+    return _triangle(s, A)
+
+
+def _by_rows(s: Model, A: Tensor) -> Tensor:
+    A[0] = s.w[0]
+    A[1] = 2 * s.w[1]
+    A[2, 2] = 1.0
+    A[0, 0] = s.p[0] * s.p[1]
+    return A
+
+
+def _overwritten(s: Model, x: Tensor) -> Tensor:
+    z = s.first(x).tanh().detach().clone()
+    z[:, 0] = s.p[0]
+    return z @ s.w
+
+
+def _written(write: Callable[[Model, Tensor], Tensor]) -> Callable[[Model, Tensor], Tensor]:
+    """Multiply with a matrix whose entries are written one after the other."""
+    return lambda s, x: s.first(x).tanh() @ write(s, x.new_zeros(3, 3)) + s.w.sum() + s.p.sum()
+
+
+#: Models that write parameters into tensors.
+WRITTEN: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "triangle": _written(_triangle),
+    "product": _written(lambda s, A: (L := _triangle(s, A)) @ L.T),
+    "symmetric": _written(_symmetric),
+    "rows": _written(_by_rows),
+    "rows of samples": _overwritten,
+}
+MODELS |= {
+    f"written, {name}": (
+        lambda function=function: Model(
+            function, p=torch.randn(6), w=torch.randn(3, 3), first=nn.Linear(4, 3)
+        ),
+        vectors,
+        False,
+    )
+    for name, function in WRITTEN.items()
+}
 
 
 @model(vectors, covered=False)
@@ -269,6 +398,101 @@ def test_models(name: str):
     check(build(), inputs(), covered)
 
 
+@pytest.mark.parametrize("name", COMPLEX)
+def test_factors_of_complex_functions(name: str):
+    torch.manual_seed(0)
+    net, x = with_head(COMPLEX[name]).double(), torch.randn(6, 4).double()
+    data = [(x, torch.randn(6, 2).double())]
+    rows = loop(net, list(net.parameters()), data, nn.MSELoss(reduction="sum"))
+    check_factors(net, data, rows)
+
+
+# --- sparse and jagged inputs
+
+SPARSE: dict[str, tuple[Callable[[], nn.Module], bool | None]] = {
+    "a layer": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
+        True,
+    ),
+    "product of weights": (
+        lambda: with_head(
+            lambda s, x: torch.tanh(F.linear(x, s.head.weight.T @ s.head.weight, s.a))
+        ),
+        None,
+    ),
+    "sparse product": (
+        lambda: with_head(lambda s, x: torch.tanh(torch.sparse.mm(x, torch.outer(s.a, s.b)))),
+        None,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_inputs(name: str, layout: torch.layout):
+    torch.manual_seed(0)
+    build, covered = SPARSE[name]
+    net, x, y = build().double(), torch.randn(6, 4).double(), torch.randn(6, 2).double()
+    x = x * (x > 0.2)
+    rows = loop(net, list(net.parameters()), [(x, y)], nn.MSELoss(reduction="sum"))
+    data = [(x.to_sparse(layout=layout), y)]
+    compare(net, data, rows, covered)
+    check_factors(net, data, rows)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
+def test_sparse_adjacency(layout: torch.layout):
+    torch.manual_seed(0)
+    net = Using(
+        lambda s, X: s.head(torch.tanh(X[1] @ s.inner(X[0]))),
+        inner=nn.Linear(4, 3),
+        head=nn.Linear(3, 2),
+    ).double()
+    features, y = (torch.randn(6, k).double() for k in (4, 2))
+    adjacency = ((torch.rand(6, 6) < 0.4).double() + torch.eye(6)) / 3
+    rows = rows_in_batches(net, [((features, adjacency), y)], nn.MSELoss(reduction="sum"))
+    if layout is not torch.strided:
+        adjacency = adjacency.to_sparse(layout=layout)
+    data = [((features, adjacency), y)]
+    compare(net, data, rows, covered=None)
+    check_factors(net, data, rows)
+
+
+def summed(jagged: bool) -> nn.Module:
+    """Return a sum over sequences of several lengths, of which X has the numbers that count."""
+
+    def function(s: Using, X: tuple[Tensor, Tensor]) -> Tensor:
+        x, lengths = X
+        valid = torch.arange(x.shape[1]) < lengths[:, None]
+        if jagged:
+            offsets = F.pad(lengths.cumsum(0), (1, 0))
+            nested = torch.nested.nested_tensor_from_jagged(x[valid], offsets)
+            return s.head(torch.nested.to_padded_tensor(s.inner(nested).tanh(), 0.0).sum(1))
+        return s.head((s.inner(x).tanh() * valid.unsqueeze(-1)).sum(1))
+
+    torch.manual_seed(0)
+    return Using(function, inner=nn.Linear(2, 3), head=nn.Linear(3, 2)).double()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "ggn-diagonal"])
+def test_jagged_tensors(case: str):
+    torch.manual_seed(1)
+    X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
+    found, expected = (
+        matrix(
+            CASES[case].build(Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True))
+        )
+        for net in (summed(jagged=True), summed(jagged=False))
+    )
+    torch.testing.assert_close(found, expected)
+
+
+# --- samples
+
+
 def test_some_samples_without_rules():
     torch.manual_seed(0)
     net = state_space().double()
@@ -294,38 +518,6 @@ def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):
     assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match=reason):
         KFACLinearOperator(*arguments).trace()
-
-
-def _key_bias(s: Model, x: Tensor) -> Tensor:
-    return (s.q(x) @ s.k(x).mT).softmax(-1) @ x
-
-
-def _bias_before_norm(s: Model, x: Tensor) -> Tensor:
-    return F.layer_norm(s.q(x) + s.k.bias.sum(), (4,))
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-@pytest.mark.parametrize("kind", ["key bias", "bias before norm", "attention"])
-def test_low_precision(kind: str, dtype: torch.dtype, tolerance: float):
-    """Gradients that add up to zero, and rows in an unusual order, are known as such."""
-    torch.manual_seed(0)
-    if kind == "attention":
-        net = Model(
-            lambda s, x: s.layer(x, x, x)[0], layer=nn.MultiheadAttention(4, 2, batch_first=True)
-        )
-    else:
-        function = _key_bias if kind == "key bias" else _bias_before_norm
-        net = Model(function, q=nn.Linear(4, 4), k=nn.Linear(4, 4))
-    net.to(dtype)
-    exact = copy.deepcopy(net).double()
-    inputs = [x.to(dtype) for x in (torch.randn(3, 5, 4), torch.randn(2, 5, 4))]
-    data = [(x, torch.randn(len(x), 20).to(dtype)) for x in inputs]
-    loss = nn.MSELoss(reduction="sum")
-    operator = PerSampleGradientLinearOperator(net, loss, list(net.parameters()), data)
-    double = [(x.double(), y.double()) for x, y in data]
-    rows = loop(exact, list(exact.parameters()), double, loss)
-    assert float((operator.dense() - rows).norm()) <= tolerance * float(rows.norm())
-    assert not operator.fallbacks
 
 
 class Inverse(nn.Module):
@@ -363,3 +555,59 @@ def test_batches_that_cannot_be_cut(caplog: pytest.LogCaptureFixture):
     assert Inverse.sizes.count(1) >= 2
     [warning] = [r.message for r in caplog.records if "quadratic" in r.message]
     assert "The samples of batch 1 cannot be evaluated alone (" in warning
+
+
+# --- scalars that all samples share
+
+
+class Scaled(nn.Module):
+    """One number scales all samples; its gradient may look like a multiple of any one's."""
+
+    def __init__(self, entries: int):
+        super().__init__()
+        self.a, self.h = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.t = nn.Parameter(torch.full((entries,), 0.7))
+        self.register_buffer("scale", torch.full((entries,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.h(torch.tanh(self.a(x)) * (self.scale * self.t))
+
+
+DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
+
+
+@pytest.mark.parametrize("entries", [1, 4])
+@pytest.mark.parametrize("sizes", [(5, 2), (1, 4, 1, 3), (16, 16)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_mixtures_of_samples_are_not_taken_for_one(
+    dtype: torch.dtype, sizes: tuple[int, ...], entries: int
+):
+    """By chance, some of these nets make a mixture that is near one sample's weight."""
+    loss = nn.CrossEntropyLoss()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        net = Scaled(entries).to(dtype)
+        data = [(torch.randn(n, 5, dtype=dtype), torch.randint(3, (n,))) for n in sizes]
+        rows = loop(net, [net.t], data, loss)
+        found = PerSampleGradientLinearOperator(net, loss, [net.t], data).dense()
+        assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), seed
+
+
+def test_all_quantities_of_shared_parameters():
+    loss = nn.CrossEntropyLoss()
+    for seed in (3, 17):
+        torch.manual_seed(seed)
+        net = Scaled(1).double()
+        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (5, 2)]
+        arguments = (net, loss, [net.t], data)
+        ggn = (GGNLinearOperator(*arguments) @ torch.ones(1).double())[0]
+        exact = {"fisher_type": "type-2", "fallback": "dense"}
+        for found in (
+            GGNDiagonalLinearOperator(*arguments).trace(),
+            KFACLinearOperator(*arguments, **exact).trace(),
+            EKFACLinearOperator(*arguments, **exact).trace(),
+        ):
+            torch.testing.assert_close(found, ggn, rtol=1e-8, atol=0.0)
+        J = JacobianLinearOperator(net, [net.t], data)
+        dense = J @ torch.eye(1).double()
+        torch.testing.assert_close(J.gram(), dense @ dense.T, rtol=1e-8, atol=1e-12)
