@@ -30,7 +30,7 @@ TESTS = {
         messages/mistakes_of_ours
         clients/clients::test_one_progress_bar_for_each_solver""",
     "linear_operator": """
-        linear_operator/algebra risk/linearized_algebra linear_operator/compile
+        linear_operator/algebra risk/linearized linear_operator/compile
         algorithms/as_operator
         contract/contract::test_kinds_of_vectors contract/contract::test_linear_and_adjoint
         linear_operator/vector_gradients::test_first_and_second_derivatives
@@ -60,7 +60,7 @@ TESTS = {
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
         algorithms/inverses algorithms/eigsh algorithms/callbacks algorithms/scale_of_numbers
-        risk/linearized_algebra algorithms/by_layer algorithms/results operators/loss_along""",
+        risk/linearized algorithms/by_layer algorithms/results operators/loss_along""",
     "operators": """
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint
         contract/contract::test_blocks contract/contract::test_independent_of_batches

@@ -83,31 +83,6 @@ def test_trace_is_exact_and_no_diagonal_is_closer(name: str, fisher: str):
         offset = own.stop
 
 
-def test_independent_of_batches():
-    p = problems.make("mlp-ce-all-mean")
-    expected = matrix(build(p, "type-2"))
-    for other in (problems.rebatched(p, 1), problems.merged(p)):
-        assert error(matrix(build(other, "type-2")), expected) <= 1e-9
-
-
-def test_structure():
-    p = problems.make("cnn")
-    operator = build(p, "type-2", joint=True)
-    dense = matrix(operator)
-    D = len(dense)
-    eye = torch.eye(D, dtype=dense.dtype)
-    assert error(operator.trace(), dense.trace()) <= 1e-10
-    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
-    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
-    damped = torch.linalg.inv(dense + 0.1 * eye)
-    assert error(matrix(operator.inverse(damping=0.1)), damped) <= 1e-9
-    assert error(matrix(operator.inverse(damping=0.1).T), damped.T) <= 1e-9
-    shifted = (2 * operator).damped(0.3)
-    assert error(matrix(shifted), 2 * dense + 0.3 * eye) <= 1e-10
-    assert error(shifted.logdet(), torch.logdet(2 * dense + 0.3 * eye)) <= 1e-9
-    assert error(matrix(shifted**-0.5 @ shifted**-0.5), torch.linalg.inv(matrix(shifted))) <= 1e-8
-
-
 @pytest.mark.parametrize("joint", [False, True])
 def test_bases_of_groups_that_are_too_large(joint: bool):
     torch.manual_seed(0)
@@ -158,20 +133,6 @@ def test_lookups_beside_products(head: bool, joint: bool):
     found = matrix(operator).reshape(5, 3, 5, 3).diagonal(dim1=1, dim2=3).sum(-1)
     expected = exact.reshape(5, 3, 5, 3).diagonal(dim1=1, dim2=3).sum(-1)
     assert error(found, expected.diagonal().diag()) <= 1e-10
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"damping": (0.1, 0.2)}, "no factors to which damping"),
-        ({"damping": 0.1, "use_heuristic_damping": True}, "without use_heuristic_damping"),
-        ({}, "Block '.*: .*singular"),
-    ],
-)
-def test_refused_inverses(options: dict, message: str):
-    p = problems.make("cnn")
-    with pytest.raises(ValueError, match=message):
-        build(p, "type-2").inverse(**options)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,19 @@ def quiet(caplog):
     caplog.set_level(logging.ERROR, "curvlinops")
 
 
-def build(p: Problem, fisher: str, reduce: bool = False, joint: bool = False, **options: Any):
+def build(
+    p: Problem,
+    fisher: str,
+    reduce: bool = False,
+    joint: bool = False,
+    cls: type = KFACLinearOperator,
+    **options: Any,
+) -> KFACLinearOperator:
     """KFAC of a problem, with all terms on their own."""
     options = {"exact": fisher == "type-2", "batch_size_fn": p.batch_size_fn} | options
     options.setdefault("kfac_approx", "reduce" if reduce else "expand")
     options.setdefault("fallback", "dense" if p.name in NEED_FALLBACK else "error")
-    return KFACLinearOperator(
+    return cls(
         p.model, p.loss, p.params, p.data, fisher_type=fisher, reduction=p.reduction,
         separate_weight_and_bias=not joint, **options,
     )  # fmt: skip
@@ -436,17 +443,22 @@ def test_seeds():
 # --- data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize(
-    "name", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "cnn", "transformer"]
+    "name, reduce, cls",
+    [
+        (name, reduce, KFACLinearOperator)
+        for name in ("mlp-ce-all-mean", "classes-ce-ignore-mean", "cnn", "transformer")
+        for reduce in (False, True)
+    ]
+    + [("mlp-ce-all-mean", False, EKFACLinearOperator)],
 )
-def test_independent_of_batches(name: str, reduce: bool):
+def test_independent_of_batches(name: str, reduce: bool, cls: type):
     p = problems.make(name)
-    expected = matrix(build(p, "type-2", reduce))
+    expected = matrix(build(p, "type-2", reduce, cls=cls))
     backwards = replace(p, data=p.data[::-1])
     for other in (problems.rebatched(p, 1), backwards, problems.merged(p)):
         if other is not None:
-            assert error(matrix(build(other, "type-2", reduce)), expected) <= 1e-9
+            assert error(matrix(build(other, "type-2", reduce, cls=cls)), expected) <= 1e-9
 
 
 def test_samples_without_effect_are_inputs(double):

@@ -20,9 +20,15 @@ from curvlinops import (
 )
 
 
-def build(name: str = "cnn", joint: bool = False, fisher: str = "type-2", **options: Any):
+def build(
+    name: str = "cnn",
+    joint: bool = False,
+    fisher: str = "type-2",
+    cls: type = KFACLinearOperator,
+    **options: Any,
+) -> KFACLinearOperator:
     p = problems.make(name)
-    return KFACLinearOperator(
+    return cls(
         p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
         separate_weight_and_bias=not joint, batch_size_fn=p.batch_size_fn, **options,
     )  # fmt: skip
@@ -163,12 +169,20 @@ def test_heuristic_damping_of_groups(joint: bool, least: float):
         ({"damping": float("inf")}, "damping must be a non-negative"),
         ({"damping": 0.1, "min_damping": -1.0}, "min_damping must be a non-negative"),
         ({}, "Block '.*weight': .*singular"),
+        ({"cls": EKFACLinearOperator, "damping": (0.1, 0.2)}, "no factors to which damping"),
+        (
+            {"cls": EKFACLinearOperator, "damping": 0.1, "use_heuristic_damping": True},
+            "without use_heuristic_damping",
+        ),
+        ({"cls": EKFACLinearOperator}, "Block '.*: .*singular"),
     ],
     ids=str,
 )
 def test_refused(options: dict, message: str):
+    options = dict(options)
+    operator = build(cls=options.pop("cls", KFACLinearOperator))
     with pytest.raises(ValueError, match=message):
-        build().inverse(**options)
+        operator.inverse(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -346,9 +360,15 @@ def test_exact_damping_of_a_large_table(
         (operator + 0.1 * IdentityLinearOperator(operator.space)).logdet()
 
 
-@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "cross-attention"])
-def test_structure(name: str):
-    operator = build(name, fisher="empirical", fallback="dense")
+@pytest.mark.parametrize(
+    "name, cls, joint",
+    [
+        *((n, KFACLinearOperator, False) for n in ("cnn", "transformer-tied", "cross-attention")),
+        ("cnn", EKFACLinearOperator, True),
+    ],
+)
+def test_structure(name: str, cls: type, joint: bool):
+    operator = build(name, joint, "empirical", cls=cls, fallback="dense")
     dense = matrix(operator)
     eye = torch.eye(len(dense), dtype=dense.dtype)
     identity = IdentityLinearOperator(operator.space)
@@ -359,6 +379,13 @@ def test_structure(name: str):
     assert error(matrix(operator @ operator), dense @ dense) <= 1e-10
     assert error(matrix(operator**2), dense @ dense) <= 1e-10
     assert error(matrix(-operator), -dense) == 0
+    damped = torch.linalg.inv(dense + 0.1 * eye)
+    for inverse in (
+        operator.inverse(0.1, use_exact_damping=True),
+        (operator + 0.1 * identity) ** -1,
+    ):
+        assert error(matrix(inverse), damped) <= 1e-9
+        assert error(matrix(inverse.T), damped.T) <= 1e-9
     values = operator.eigh().eigenvalues.sort().values
     assert error(values, torch.linalg.eigvalsh(dense)) <= 1e-8
     shifted, truth = 2 * operator + 0.3 * identity, 2 * dense + 0.3 * eye

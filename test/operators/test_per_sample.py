@@ -388,3 +388,15 @@ def test_gradients_that_overflow(scale: float, is_finite: bool):
         return
     with pytest.raises(ValueError, match="not finite in parameter 'weight'"):
         op.dense()
+
+
+def test_rows_after_a_divergence():
+    p = problems.make("mlp-ce-mean")
+    operator = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    before, weight = operator.norms(), p.params[0].detach().clone()
+    p.params[0].data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="loss on batch 0 is nan"):
+        operator.norms()
+    p.params[0].data.copy_(weight)
+    torch.testing.assert_close(operator.norms(), before)
+    assert not operator.fallbacks

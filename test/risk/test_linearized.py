@@ -5,8 +5,8 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops as C
+from curvlinops.linear_operator import operator as operator_module
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import Apply, hessian
@@ -333,3 +334,138 @@ def test_models_that_draw_random_numbers(case: str, cache: str | int):
         assert error(product(2), second) <= 1e-12
         assert torch.equal(product(1), product(3))
         assert error(product(1), second) <= 1e-12
+
+
+# --- what operators and algorithms are made of
+
+
+DIM = 8
+ONES = torch.ones(DIM, dtype=torch.float64)
+
+
+class Diagonal(C.TorchLinearOperator):
+    """A diagonal matrix that counts its products, and in how many it was linearized."""
+
+    def __init__(self, self_adjoint: bool = True):
+        super().__init__(C.ParameterSpace({"": (DIM,)}, torch.float64), self_adjoint=self_adjoint)
+        self.diagonal = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64)
+        self.depth = self.entries = self.products = self.linearized_products = 0
+
+    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.products += 1
+        self.linearized_products += self.depth > 0
+        return {"": columns[""] * self.diagonal}
+
+    def _apply_adjoint(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._apply(columns)
+
+    @contextmanager
+    def linearized(self) -> Iterator[None]:
+        self.depth, self.entries = self.depth + 1, self.entries + 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+
+Build = Callable[[C.TorchLinearOperator, C.TorchLinearOperator], C.TorchLinearOperator]
+
+#: Operators made of one operator, or of two, and how many.
+OPERANDS: dict[str, tuple[Build, int]] = {
+    "multiple": (lambda A, B: -2 * A, 1),
+    "power": (lambda A, B: A**2, 1),
+    "power zero": (lambda A, B: A**0, 0),
+    "adjoint": (lambda A, B: B.T @ A, 2),
+    "damped": (lambda A, B: A.damped(0.1), 1),
+    "sum": (lambda A, B: A + B, 2),
+    "sum with structure": (lambda A, B: A + C.IdentityLinearOperator(DIM), 1),
+    "product": (lambda A, B: A @ B, 2),
+    "submatrix": (lambda A, B: C.SubmatrixLinearOperator(A, [0, 2], [1, 3]), 1),
+    "CG": (lambda A, B: C.CGInverseLinearOperator(A), 1),
+    "MINRES": (lambda A, B: C.MINRESInverseLinearOperator(A, damping=1.0), 1),
+    "LSMR": (lambda A, B: C.LSMRInverseLinearOperator(A), 1),
+    "Neumann": (lambda A, B: C.NeumannInverseLinearOperator(A), 1),
+    "CG, preconditioned": (lambda A, B: C.CGInverseLinearOperator(A, preconditioner=B), 2),
+    "Neumann, preconditioned": (
+        lambda A, B: C.NeumannInverseLinearOperator(A, preconditioner=B.T),
+        2,
+    ),
+    "function as preconditioner": (
+        lambda A, B: C.CGInverseLinearOperator(A, preconditioner=torch.clone),
+        1,
+    ),
+    "matrix as preconditioner": (
+        lambda A, B: C.CGInverseLinearOperator(A, preconditioner=torch.eye(DIM)),
+        1,
+    ),
+    "nested": (
+        lambda A, B: C.SubmatrixLinearOperator((A @ B.T - 2 * A) ** 3, [0, 1], [1]).T,
+        2,
+    ),
+    "inverse of an inverse": (
+        lambda A, B: C.CGInverseLinearOperator(C.CGInverseLinearOperator(A) + B),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("build, number", OPERANDS.values(), ids=OPERANDS)
+def test_operands_are_linearized(build: Build, number: int):
+    parts = Diagonal(), Diagonal(self_adjoint=False)
+    expected = [i < number for i in range(2)]
+    operator = build(*parts)
+    with operator.linearized() as entered:
+        assert entered is None
+        assert [part.depth > 0 for part in parts] == expected
+        with pytest.raises(ZeroDivisionError), operator.linearized():
+            raise ZeroDivisionError
+        assert [part.depth > 0 for part in parts] == expected
+    assert [part.depth for part in parts] == [0, 0]
+
+
+ALGORITHMS: dict[str, Callable[[C.TorchLinearOperator], object]] = {
+    "CG": lambda A: C.CGInverseLinearOperator(A) @ ONES,
+    "MINRES": lambda A: C.MINRESInverseLinearOperator(A).solve(ONES),
+    "LSMR": lambda A: C.LSMRInverseLinearOperator(A) @ ONES,
+    "LSMR, info": lambda A: C.LSMRInverseLinearOperator(A).matvec_with_info(ONES),
+    "Neumann": lambda A: C.NeumannInverseLinearOperator(A, rtol=1) @ ONES,
+    "eigsh": lambda A: C.eigsh(A, 2),
+    "hutchinson_trace": lambda A: C.hutchinson_trace(A, 2),
+    "hutchinson_diag": lambda A: C.hutchinson_diag(A, num_matvecs=2),
+    "hutchinson_squared_fro": lambda A: C.hutchinson_squared_fro(A, 2),
+    "hutchpp_trace": lambda A: C.hutchpp_trace(A, 6),
+    "xtrace": lambda A: C.xtrace(A, 6),
+    "xdiag": lambda A: C.xdiag(A, 6),
+    "xnystrace": lambda A: C.xnystrace(A, 6),
+    "trace_function": lambda A: C.trace_function(A, torch.exp, 3),
+    "lanczos_logdet": lambda A: C.lanczos_logdet(A),
+    "spectrum": lambda A: C.lanczos_approximate_spectrum(A=A, ncv=3),
+    "log spectrum": lambda A: C.lanczos_approximate_log_spectrum(A, 3),
+    "cached spectrum": lambda A: C.LanczosApproximateSpectrumCached(A, 3).approximate_spectrum(),
+    "cached log spectrum": lambda A: C.LanczosApproximateLogSpectrumCached(
+        A, 3
+    ).approximate_log_spectrum(),
+}
+
+
+@pytest.mark.parametrize("solve", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_algorithms_linearize(solve: Callable[[C.TorchLinearOperator], object]):
+    A = Diagonal()
+    solve(A)
+    assert A.products == A.linearized_products > 0 and A.depth == 0
+
+
+def test_preconditioners_are_linearized():
+    A, M = Diagonal(), Diagonal()
+    C.CGInverseLinearOperator(A, preconditioner=M) @ ONES
+    assert M.products == M.linearized_products > 0
+
+
+@pytest.mark.parametrize("columns, entries", [(DIM, 0), (DIM - 1, 1)])
+def test_dense_matrices_of_several_chunks(
+    columns: int, entries: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(operator_module, "_DENSE_BLOCK", columns * DIM * 8)
+    A = Diagonal()
+    assert torch.equal(A.to_dense(), A.diagonal.diag())
+    assert A.entries == entries and A.linearized_products == entries * A.products
