@@ -428,21 +428,56 @@ def _row(model: nn.Module, x: Tensor, y: Tensor, strength: float) -> Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))])
 
 
-@pytest.mark.parametrize("columns", [(), (2,)])
-def test_gauss_newton_of_a_penalty_that_begins_and_ends(columns: tuple[int, ...]):
-    model, strength = net(), [0.0]
+@pytest.mark.parametrize("number", [float, torch.tensor], ids=["float", "tensor"])
+def test_penalties_that_begin_and_end(number: Callable):
+    """Of the operators themselves and of later ones."""
+    model, strength = net(), [number(0.0)]
 
     def loss(output: Tensor, y: Tensor) -> Tensor:
         used = sum(p.square().sum() for p in model.parameters()) if strength[0] else 0.0
-        return F.mse_loss(output, y) + strength[0] * used
+        return F.mse_loss(output, y) + strength[0] * used / 2
 
-    params = list(model.parameters())
-    A = GGNLinearOperator(model, loss, params, supervised(), reduction="mean")
-    v = torch.ones(A.shape[1], *columns)
-    before = A @ v
-    strength[0] = 0.1
-    for _ in range(2):
-        with pytest.raises(ValueError, match="not a function of the model's output"):
-            A @ v
-    strength[0] = 0.0
-    torch.testing.assert_close(A @ v, before)
+    def build(kind: type) -> HessianLinearOperator | GGNLinearOperator:
+        return kind(model, loss, list(model.parameters()), data, reduction="mean")
+
+    data = supervised()
+    H, G = build(HessianLinearOperator), build(GGNLinearOperator)
+    plain, ggn = H.to_dense(), G.to_dense()
+    for penalty in (0.0, 0.5, 0.5, 0.0):
+        if number is float:
+            strength[0] = penalty
+        else:
+            strength[0].fill_(penalty)
+        for operator in (H, build(HessianLinearOperator)):
+            torch.testing.assert_close(operator.to_dense(), plain + penalty * torch.eye(len(plain)))
+        for operator in (G, build(GGNLinearOperator)):
+            for v in (torch.eye(len(ggn)), torch.ones(len(ggn))):
+                if penalty:
+                    with pytest.raises(ValueError, match="not a function of the model's output"):
+                        operator @ v
+                else:
+                    torch.testing.assert_close(operator @ v, ggn @ v)
+
+
+def _residual(u: Tensor, y: Tensor) -> Tensor:
+    """Measured values, or points where an equation holds."""
+    if y.requires_grad:
+        (du,) = torch.autograd.grad(u.sum(), y, create_graph=True)
+        return (du.sum(1) - u[:, 0]).square().mean()
+    return nn.functional.mse_loss(u, y)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_losses_that_need_the_graph_on_some_batches(order: tuple[int, int]):
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    points, measured = torch.randn(3, 2).requires_grad_(), (torch.randn(3, 2), torch.randn(3, 1))
+    data = [[measured, (points, points)][i] for i in order]
+    options = {"reduction": "mean", "check_deterministic": False}
+    H = HessianLinearOperator(model, _residual, list(model.parameters()), data, **options)
+    loss, params = sum(_residual(model(x), y) for x, y in data) / 2, list(model.parameters())
+    flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, params, create_graph=True)])
+    v = torch.ones(H.shape[1]).cos()
+    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
+    torch.testing.assert_close(H @ v, truth)
+    with pytest.raises(ValueError, match="is not a function of the model's output"):
+        GGNLinearOperator(model, _residual, list(model.parameters()), data, **options) @ v

@@ -124,66 +124,6 @@ def test_batches_in_any_layout(name: str, dtype: torch.dtype):
 # --- nothing that is known is used where it is wrong
 
 
-class Penalized(nn.Module):
-    """A loss that may use the parameters itself."""
-
-    def __init__(self, net: nn.Module, weight: float | Tensor):
-        super().__init__()
-        self.net, self.weight = [net], weight
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        loss = nn.functional.cross_entropy(output, target)
-        if not self.weight:
-            return loss
-        return loss + self.weight * sum(p.square().sum() for p in self.net[0].parameters()) / 2
-
-
-def test_losses_are_looked_at_again():
-    """By the operator itself, and by later ones."""
-    net, data = Net(), [batch()]
-    loss, number = Penalized(net, 0.0), torch.zeros(()).double()  # a number that the loss reads
-    build_all = [HessianLinearOperator, GGNLinearOperator]
-    H, G = (build(net, cls, data, loss, reduction="mean") for cls in build_all)
-    plain = matrix(H), matrix(G)
-    penalized = plain[0] + 0.5 * torch.eye(len(plain[0])).double()
-    for penalty in (0.0, 0.5, 0.5, number, number):
-        loss.weight = penalty
-        for operator in (H, build(net, HessianLinearOperator, data, loss, reduction="mean")):
-            expected = penalized if penalty > 0 else plain[0]
-            torch.testing.assert_close(matrix(operator), expected, rtol=1e-10, atol=1e-12)
-        for operator in (G, build(net, GGNLinearOperator, data, loss, reduction="mean")):
-            if penalty > 0:
-                with pytest.raises(ValueError, match="is not a function of the model's output"):
-                    matrix(operator)
-            else:
-                torch.testing.assert_close(matrix(operator), plain[1], rtol=1e-10, atol=1e-12)
-        if penalty is number:
-            number.fill_(0.5)
-
-
-def _residual(u: Tensor, y: Tensor) -> Tensor:
-    """Measured values, or points where an equation holds."""
-    if y.requires_grad:
-        (du,) = torch.autograd.grad(u.sum(), y, create_graph=True)
-        return (du.sum(1) - u[:, 0]).square().mean()
-    return nn.functional.mse_loss(u, y)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_losses_that_need_the_graph_on_some_batches(order: tuple[int, int], double: None):
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    points, measured = torch.randn(3, 2).requires_grad_(), (torch.randn(3, 2), torch.randn(3, 1))
-    data = [[measured, (points, points)][i] for i in order]
-    H = build(model, HessianLinearOperator, data, _residual, reduction="mean")
-    loss, params = sum(_residual(model(x), y) for x, y in data) / 2, list(model.parameters())
-    flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, params, create_graph=True)])
-    v = vectors(H)
-    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
-    torch.testing.assert_close(H @ v, truth)
-    with pytest.raises(ValueError, match="is not a function of the model's output"):
-        product(build(model, GGNLinearOperator, data, _residual, reduction="mean"))
-
-
 @pytest.mark.parametrize("number", [0, 1])
 def test_tensors_that_only_some_batches_use(number: int, double: None):
     """Experts: what one batch does not use, another one may. With ``number=1``, one is constant."""
