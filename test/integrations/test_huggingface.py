@@ -8,8 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import kfac_reference
 import pytest
 import torch
+from models import Using
+from problems import Problem
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -80,6 +83,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Pegasus": BART,
 }
 
+#: Models whose loss is that of the next token.
+SHIFTED = ["GPT2LMHeadModel", "LlamaForCausalLM"]
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+NO_DROPOUT |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 CAUSAL = ["GPT2", "GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Bloom", "Falcon", "Phi", "Llama"]
 CAUSAL += ["Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2"]
 MASKED = ["Bert", "Roberta", "DistilBert", "Electra", "Albert", "DebertaV2", "ModernBert"]
@@ -130,6 +137,11 @@ def own_loss(model: nn.Module, data: list[dict[str, Tensor]], shifted: bool) -> 
     return sum(loss * n for loss, n in zip(losses, counts, strict=True)) / sum(counts)
 
 
+def tolerance_of(name: str) -> float:
+    """Return the error that is allowed; these two compute norms in float32."""
+    return 1e-5 if name.startswith(("T5", "Llama")) else 1e-9
+
+
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in tensors])
 
@@ -164,21 +176,38 @@ def test_loss_is_the_models_own(name: str):
 
 MATRICES = ["GPT2LMHeadModel", "BertForMaskedLM", "BartForConditionalGeneration"]
 MATRICES += ["BertForSequenceClassification", "BertForTokenClassification"]
+#: Models, kernels of attention, and whether layers are computed again in the backward pass.
+HESSIANS = [(name, "eager", False) for name in [*MATRICES, "LlamaForCausalLM"]]
+HESSIANS += [
+    (name, attention, checkpointing)
+    for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "LlamaForCausalLM")
+    for attention, checkpointing in (("sdpa", False), ("sdpa", True), ("eager", True))
+]
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_hessian_is_that_of_the_models_own_loss(name: str):
+# the name that all versions of transformers have
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name, attention, checkpointing", HESSIANS)
+def test_hessian_is_that_of_the_models_own_loss(name: str, attention: str, checkpointing: bool):
     options = {"num_labels": C} if "Classification" in name else {}
     model, data = make(name, **options, attn_implementation="eager"), batches(name)
     params = list(model.parameters())
-    H = HessianLinearOperator(*problem(model, data))
+    own = make(name, **options, **NO_DROPOUT, attn_implementation=attention)
+    if checkpointing:
+        own.train()
+        own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    H = HessianLinearOperator(*problem(own, data))
     v = torch.randn(H.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    loss = own_loss(model, data, name == "GPT2LMHeadModel")
+    loss = own_loss(model, data, name in SHIFTED)
     free: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
     grads = torch.autograd.grad(loss, params, create_graph=True, **free)
     slope = flat(grads) @ v
     expected = flat(torch.autograd.grad(slope, params, **free))
-    assert relative(H @ v, expected) <= 1e-8
+    tolerance = max(tolerance_of(name), 1e-8)
+    assert relative(H @ v, expected) <= tolerance
+    with H.linearized():
+        for _ in range(2):
+            assert relative(H @ v, expected) <= tolerance
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BertForSequenceClassification"])
@@ -207,6 +236,12 @@ def test_ggn(name: str):
         grads = torch.autograd.grad(z, params, HJv, **free)
         expected, count = expected + flat(grads), count + kept.sum()
     assert relative(G @ v, expected / count) <= 1e-8
+    V = torch.stack([v, v.cos()], 1)
+    columns = G @ V  # by reverse mode
+    assert relative(columns[:, 0], expected / count) <= 1e-8
+    with G.linearized():
+        for _ in range(2):
+            assert relative(G @ V, columns) <= 1e-8
 
 
 def rows_one_by_one(model: nn.Module, params: list[Tensor], data: list, shifted: bool) -> Tensor:
@@ -221,18 +256,19 @@ def rows_one_by_one(model: nn.Module, params: list[Tensor], data: list, shifted:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "T5ForConditionalGeneration", *MATRICES[3:]])
+@pytest.mark.parametrize("name", [*SHIFTED, "T5ForConditionalGeneration", *MATRICES[3:]])
 def test_samples_and_factors(name: str):
     model = make(name, **({"num_labels": C} if "Classification" in name else {}))
     data, params = batches(name), list(model.parameters())
     arguments = problem(model, data)
-    rows = rows_one_by_one(model, params, data, name == "GPT2LMHeadModel")
+    rows = rows_one_by_one(model, params, data, name in SHIFTED)
     operator = PerSampleGradientLinearOperator(*arguments)
     assert not operator.fallbacks
-    tolerance = 1e-5 if name.startswith("T5") else 1e-9  # T5 has norms in float32
+    tolerance = tolerance_of(name)
     assert relative(operator.dense(), rows) <= tolerance
     assert relative(operator.norms(), rows.norm(dim=1)) <= tolerance
-    count = sum(number_of_terms(b["labels"], name == "GPT2LMHeadModel") for b in data)
+    assert relative(operator.gram(), rows @ rows.T) <= tolerance
+    count = sum(number_of_terms(b["labels"], name in SHIFTED) for b in data)
     F = EFLinearOperator(*arguments, terms="sample")
     v = torch.ones(len(rows[0]), dtype=torch.float64)
     assert relative(F @ v, rows.T @ (rows @ v) / count) <= tolerance
@@ -252,6 +288,31 @@ def classifier_labels(kind: str, n: int) -> tuple[int, Tensor]:
     outputs = 1 if kind == "number" else 2
     labels = torch.randn(n, outputs, generator=generator, dtype=torch.float64)
     return outputs, labels[:, 0] if kind == "number" else labels
+
+
+def logits(model: nn.Module) -> nn.Module:
+    """Return a model of class scores on axis 1."""
+    return Using(lambda s, X: s.inner(**X).logits.movedim(-1, 1), inner=model)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", [*SHIFTED, "BertForSequenceClassification"])
+def test_factors(name: str, joint: bool):
+    model = logits(make(name, **({"num_labels": C} if "Classification" in name else {})))
+    data = [(dict(batch), batch["labels"]) for batch in batches(name)]
+    for X, _ in data:
+        del X["labels"]
+    p = Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": not joint}
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, **options)
+    assert relative(K.to_dense(), kfac_reference.kfac(p, "empirical", joint=joint)) <= tolerance_of(
+        name
+    )
+    assert {block.structure for block in K.report()} <= {"kronecker", "dense"}
+    rows = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data).dense()
+    exact = rows.square().sum() / sum(int((y != -100).sum()) for _, y in p.data)
+    E = EKFACLinearOperator(p.model, p.loss, p.params, p.data, **options)
+    assert relative(E.trace(), exact) <= tolerance_of(name)
 
 
 TYPES = [
