@@ -360,19 +360,6 @@ def test_progress_names_what_is_computed(case: str, method: str, capsys):
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_called_without_grad(case: str):
-    p = problems.make("cnn")
-    operator = ALL[case].build(p)
-    v = vectors(operator)
-    expected = operator @ v
-    with torch.no_grad():
-        assert torch.equal(operator @ v, expected)
-    with torch.inference_mode():
-        assert torch.equal(ALL[case].build(p) @ v.clone(), expected)
-    assert not expected.requires_grad
-
-
-@pytest.mark.parametrize("case", ALL)
 def test_to_device_keeps_the_numbers(case: str):
     operator = ALL[case].build(problems.make("mlp-ce-all-mean"))
     v = vectors(operator)

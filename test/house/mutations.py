@@ -25,37 +25,32 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: room/file, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        messages/arguments support/norms support/pytree risk/changes contract/modes
-        risk/linearized structured/structured structured/saving
-        messages/mistakes_of_ours
-        clients/clients::test_one_progress_bar_for_each_solver""",
+        messages/arguments support/norms risk/data risk/changes risk/linearized
+        structured/structured structured/saving messages/mistakes_of_ours
+        clients/clients::test_one_progress_bar_for_each_solver contract/modes""",
     "linear_operator": """
-        linear_operator/algebra risk/linearized linear_operator/compile
-        algorithms/as_operator
+        linear_operator/algebra algorithms/as_operator linear_operator/compile
         contract/contract::test_kinds_of_vectors contract/contract::test_linear_and_adjoint
         linear_operator/vector_gradients::test_first_and_second_derivatives
-        linear_operator/vector_gradients::test_transforms""",
+        linear_operator/vector_gradients::test_transforms risk/linearized""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
         contract/contract::test_single_products_of_large_models messages/errors
-        risk/custom_functions autodiff/precision contract/modes autodiff/forward_mode
-        autodiff/used_modules contract/left_as_found""",
-    "autodiff/overrides": """
-        autodiff/overrides autodiff/forward_mode
-        autodiff/zero_derivatives""",
+        risk/custom_functions autodiff/precision autodiff/used_modules autodiff/forward_mode
+        contract/left_as_found contract/modes""",
+    "autodiff/overrides": "autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
         risk/custom_functions autodiff/zero_derivatives messages/errors
-        messages/mistakes_of_ours contract/models contract/modes
-        risk/model_facts risk/changes risk/linearized""",
+        messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
+        risk/linearized contract/modes""",
     "losses": """
         losses/losses risk/custom_functions messages/errors
         contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """
-        layers/views layers/patches layers/kronecker_factors layers/rules kfac/kfac
-        operators/per_sample::test_norms_gram_and_moments layers/batch_axis
-        layers/uses layers/recording""",
+        layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
+        operators/per_sample::test_norms_gram_and_moments layers/batch_axis layers/recording""",
     "structured": "structured/structured support/norms kfac/kfac_inverse structured/saving",
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators

@@ -179,7 +179,7 @@ MATRICES += ["BertForSequenceClassification", "BertForTokenClassification"]
 #: Models, kernels of attention, and whether layers are computed again in the backward pass.
 HESSIANS = [(name, "eager", False) for name in [*MATRICES, "LlamaForCausalLM"]]
 HESSIANS += [
-    (name, attention, checkpointing)
+    pytest.param(name, attention, checkpointing, marks=pytest.mark.extensive)
     for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "LlamaForCausalLM")
     for attention, checkpointing in (("sdpa", False), ("sdpa", True), ("eager", True))
 ]
@@ -295,6 +295,7 @@ def logits(model: nn.Module) -> nn.Module:
     return Using(lambda s, X: s.inner(**X).logits.movedim(-1, 1), inner=model)
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", [*SHIFTED, "BertForSequenceClassification"])
 def test_factors(name: str, joint: bool):

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from curvlinops import (
     EKFACLinearOperator,
-    GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
@@ -90,35 +89,6 @@ def test_the_first_use_evaluates_each_batch_once(cls: type):
     net = Net()
     product(build(net, cls, [batch(0), batch(1)]))
     assert net.sizes.seen == (N, N)
-
-
-#: Batches cut from a tensor with 12 rows and 5 columns.
-CUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "columns": lambda base: base[:6, 1:],
-    "one column": lambda base: base[:, 2:3].expand(12, 4),
-    "transposed": lambda base: base.view(4, 15).T[:6],
-    "repeated": lambda base: base[1, :4].expand(6, 4),
-    "odd address": lambda base: base.view(-1)[1:25].view(6, 4),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-@pytest.mark.parametrize("name", CUTS)
-def test_batches_in_any_layout(name: str, dtype: torch.dtype):
-    """Two draws of the first batch are compared bit by bit."""
-    torch.manual_seed(0)
-    X, linear = CUTS[name]((3 * torch.rand(12, 5)).to(dtype)), nn.Linear(4, 2).double()
-    y = torch.randint(2, (len(X), 2))[:, 0]
-
-    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
-        return torch.func.functional_call(linear, params, X.double())
-
-    arguments = model, nn.CrossEntropyLoss(), dict(linear.named_parameters())
-    found, expected = (
-        GGNLinearOperator(*arguments, data)
-        for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
-    )
-    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
 
 
 # --- nothing that is known is used where it is wrong

@@ -1,4 +1,4 @@
-"""Batches in containers of all kinds keep them wherever they are cut, moved or converted."""
+"""Data: batches in containers and layouts of all kinds, and loaders."""
 
 from collections import namedtuple
 from collections.abc import Callable
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import matrix
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
 from curvlinops.support.pytree import leaves, map_leaves, move, select_samples
@@ -156,3 +158,47 @@ def test_lists_of_things_for_each_sample_as_targets():
     )
     expected = torch.cat([(slopes[:, :, None] * X[:, None]).flatten(1), slopes], 1)
     torch.testing.assert_close(rows, expected)
+
+
+# --- layouts and loaders
+
+
+#: Batches cut from a tensor with 12 rows and 5 columns.
+CUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda base: base[:6, 1:],
+    "one column": lambda base: base[:, 2:3].expand(12, 4),
+    "transposed": lambda base: base.view(4, 15).T[:6],
+    "repeated": lambda base: base[1, :4].expand(6, 4),
+    "odd address": lambda base: base.view(-1)[1:25].view(6, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", CUTS)
+def test_batches_in_any_layout(name: str, dtype: torch.dtype):
+    """Two draws of the first batch are compared bit by bit."""
+    torch.manual_seed(0)
+    X, linear = CUTS[name]((3 * torch.rand(12, 5)).to(dtype)), nn.Linear(4, 2).double()
+    y = torch.randint(2, (len(X), 2))[:, 0]
+
+    def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+        return torch.func.functional_call(linear, params, X.double())
+
+    arguments = model, nn.CrossEntropyLoss(), dict(linear.named_parameters())
+    found, expected = (
+        curvlinops.GGNLinearOperator(*arguments, data)
+        for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
+    )
+    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("kind", [curvlinops.HessianLinearOperator, curvlinops.KFACLinearOperator])
+def test_loaders_with_workers(kind: type):
+    """Workers are started anew in each pass."""
+    model, (X, y) = net(), samples()
+    loader = DataLoader(TensorDataset(X, y), batch_size=4, num_workers=2)
+    arguments = model, nn.CrossEntropyLoss(), list(model.parameters())
+    found, expected = (kind(*arguments, data) for data in (loader, list(loader)))
+    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.gradient_and_loss(), expected.gradient_and_loss())
