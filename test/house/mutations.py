@@ -63,7 +63,7 @@ TESTS = {
         operators/per_sample contract/memory operators/loss_along""",
     "operators/kfac": """
         kfac/kfac kfac/ekfac kfac/kfac_inverse kfac/kfac_storage kfac/module_factors
-        kfac/kfac_architectures""",
+        kfac/kfac_architectures kfac/kfac_directory kfac/captured_layers""",
     "integrations": "integrations/huggingface",
 }
 
