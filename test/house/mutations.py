@@ -54,7 +54,7 @@ TESTS = {
     "structured": "structured/structured support/norms kfac/kfac_inverse structured/saving",
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
-        algorithms/inverses algorithms/eigsh algorithms/callbacks algorithms/scale_of_numbers
+        algorithms/inverses algorithms/eigsh algorithms/callbacks
         risk/linearized algorithms/by_layer algorithms/results operators/loss_along""",
     "operators": """
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint
