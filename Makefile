@@ -63,6 +63,7 @@ $(LOWEST)/.stamp: pyproject.toml
 	@echo "Installing the lowest versions into $(LOWEST): minutes at the first time"
 	@$(PYTHON) -m venv $(LOWEST)
 	@sed -nE 's/^ *"([^"]+)>=([^"]+)".*/\1==\2/p' pyproject.toml > $(LOWEST)/constraints.txt
+	@echo 'pyparsing<3.3' >> $(LOWEST)/constraints.txt # warns of what the matplotlib of then calls
 	@install="$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check --no-cache-dir"; \
 	install="$$install -c $(LOWEST)/constraints.txt -e .[test]"; \
 	$$install || $$install || { \
