@@ -1,4 +1,4 @@
-"""Random networks, options of losses and cuts into batches, against plain autograd in float64."""
+"""Random networks, losses, nested batches and their cuts, against plain autograd in float64."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from problems import Problem, bits, ignored, indices, probabilities
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import curvlinops as C
 
@@ -40,6 +41,17 @@ class Output(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x).movedim(-1, 1)
+
+
+class Nested(nn.Module):
+    """Takes nested tensors, and computes with their sum."""
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, X: Any) -> Tensor:
+        return self.net(sum(tree_leaves(X)))
 
 
 @st.composite
@@ -84,11 +96,11 @@ def losses(draw: Any, reduction: str) -> tuple[nn.Module, Any]:
     return loss, lambda z: ignored(ignore, z)
 
 
-def batches(draw: Any, X: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+def batches(draw: Any, X: Any, y: Tensor) -> list[tuple[Any, Tensor]]:
     """Cut samples into batches."""
-    cuts = draw(st.lists(st.integers(1, len(X) - 1), unique=True, max_size=2))
-    ends = [0, *sorted(cuts), len(X)]
-    return [(X[i:j], y[i:j]) for i, j in pairwise(ends)]
+    cuts = draw(st.lists(st.integers(1, len(y) - 1), unique=True, max_size=2))
+    ends = [0, *sorted(cuts), len(y)]
+    return [tree_map(lambda t, i=i, j=j: t[i:j], (X, y)) for i, j in pairwise(ends)]
 
 
 @st.composite
@@ -101,7 +113,11 @@ def problems(draw: Any) -> Problem:
     # where there are positions, cross-entropy wants the classes on axis 1, the others last
     model = (Output(net) if isinstance(loss, nn.CrossEntropyLoss) else net).double()
     X = torch.randn(draw(st.integers(2, 4)), *positions, COLUMNS).double()
-    data = batches(draw, X, target(model(X).detach()))
+    y = target(model(X).detach())
+    if draw(st.booleans()):
+        other = torch.randn_like(X)
+        model, X = Nested(model), {"first": X - other, "others": [(other,)]}
+    data = batches(draw, X, y)
     names = draw(st.permutations([name for name, _ in model.named_parameters()]))
     names = names[: draw(st.integers(1, len(names)))]
     params = [model.get_parameter(name) for name in names]
