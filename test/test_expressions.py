@@ -22,7 +22,7 @@ from curvlinops import (
 )
 
 # repeatable, and without minutes for simpler examples of a failure
-SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, phases=[Phase.generate])
+SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate])
 DOUBLE = torch.float64
 Kron, Diag = KroneckerProductLinearOperator, DiagonalLinearOperator
 
