@@ -5,27 +5,33 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 WORKERS ?= 2
 BENCH_ARGS ?=
-BASE ?= HEAD
+BASE ?=
 SPHINX_ARGS ?=
 COMPARE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST := build/lowest
 # One thread per test process: tests are small, and workers must not fight over cores.
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest
+RUN := OMP_NUM_THREADS=1 MPLBACKEND=Agg
+PYTEST := $(RUN) $(BIN)/python -m pytest
+CORE := -n $(WORKERS) -m "not extensive and not slow and not gpu" $(PYTEST_ARGS)
 
-.PHONY: help demo test test-all test-slow test-gpu lint format bench bench-peers compare docs notebooks clean
+.PHONY: help demo test test-all test-slow test-lowest test-gpu lint format bench bench-peers compare docs notebooks clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small CNN on digits and analyze its curvature, in less than 40 s"
 	@echo "make test       the core tests, in less than five minutes (PYTEST_ARGS=..., WORKERS=2)"
 	@echo "make test-all   the rest: tests marked extensive"
-	@echo "make test-slow  tests marked slow"
+	@echo "make test-slow  tests marked slow: notebooks and examples in full"
+	@echo "make test-lowest  the core tests on the lowest versions in pyproject.toml, in build/lowest:"
+	@echo "                needs Python 3.11 and, as torch is the one for CUDA on Linux, 8 GB"
 	@echo "make test-gpu   tests marked gpu"
 	@echo "make lint       ruff check and format check ('make format' applies both), types"
 	@echo "make bench      benchmarks against peers, if installed by 'make bench-peers' (BENCH_ARGS=...)"
-	@echo "make compare    numbers, times and memory against a commit (BASE=..., COMPARE_ARGS=...)"
+	@echo "make compare    numbers, times and memory against the commit where the branch left main"
+	@echo "                (BASE=<another commit>, COMPARE_ARGS=...)"
 	@echo "make docs       the site, in docs/_build/html; without running the gallery by"
 	@echo "                SPHINX_ARGS='-D sphinx_gallery_conf.plot_gallery=0'"
 	@echo "make notebooks  the notebooks in docs_src/notebooks, executed"
@@ -41,16 +47,32 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 demo: $(VENV)/.stamp-test
-	@OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python docs_src/examples/plot_digits_cnn.py
+	@$(RUN) $(BIN)/python docs_src/examples/plot_digits_cnn.py
 
 test: $(VENV)/.stamp-test
-	$(PYTEST) -n $(WORKERS) -m "not extensive and not slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) $(CORE)
 
 test-all: $(VENV)/.stamp-test
 	$(PYTEST) -n $(WORKERS) -m "extensive and not slow and not gpu" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.stamp-test
 	$(PYTEST) -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS)
+
+# Constraints are the lower bounds themselves. A download that breaks off is tried once more.
+$(LOWEST)/.stamp: pyproject.toml
+	@echo "Installing the lowest versions into $(LOWEST): minutes at the first time"
+	@$(PYTHON) -m venv $(LOWEST)
+	@sed -nE 's/^ *"([^"]+)>=([^"]+)".*/\1==\2/p' pyproject.toml > $(LOWEST)/constraints.txt
+	@echo 'pyparsing<3.3' >> $(LOWEST)/constraints.txt # warns of what the matplotlib of then calls
+	@install="$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check --no-cache-dir"; \
+	install="$$install -c $(LOWEST)/constraints.txt -e .[test]"; \
+	$$install || $$install || { \
+		echo "The lowest versions cannot be installed: they need the network, Python 3.11, and"; \
+		echo "8 GB of disk. Here:"; df -h .; $(PYTHON) --version; exit 1; }
+	@touch $@
+
+test-lowest: $(LOWEST)/.stamp
+	$(RUN) $(LOWEST)/bin/python -m pytest $(CORE)
 
 test-gpu: $(VENV)/.stamp-test
 	$(PYTEST) -m gpu $(PYTEST_ARGS)
@@ -74,7 +96,7 @@ bench-peers:
 		-r docs_src/benchmarks/peers.txt
 
 compare: $(VENV)/.stamp-test
-	$(BIN)/python docs_src/benchmarks/compare.py --base $(BASE) $(COMPARE_ARGS)
+	$(BIN)/python docs_src/benchmarks/compare.py $(if $(BASE),--base $(BASE)) $(COMPARE_ARGS)
 
 notebooks: $(VENV)/.stamp-docs
 	$(BIN)/python docs_src/notebooks/make.py

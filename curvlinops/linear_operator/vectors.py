@@ -32,7 +32,7 @@ def is_native(x: Any) -> bool:
         # arrays of one shape are the rows of an array
         are_rows = len(shapes) <= 1 and all(len(shape) <= 1 for shape in shapes)
         return not are_rows or any(value is None or isinstance(value, Tensor) for value in x)
-    return type(x) is np.ndarray or isinstance(x, Tensor | MAPPINGS | Iterator | _REFUSED)
+    return type(x) is np.ndarray or isinstance(x, (Tensor, MAPPINGS, Iterator, _REFUSED))
 
 
 def is_followed(columns: Columns) -> bool:
@@ -71,7 +71,7 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         ValueError: If shapes or names are not those of ``space``, or a value is not finite.
         TypeError: If the vectors are complex, or of an unknown kind.
     """
-    if isinstance(x, LISTS | MAPPINGS):
+    if isinstance(x, (LISTS, MAPPINGS)):
         return _structure_to_columns(x, space)
     if not isinstance(x, np.ndarray | Tensor):
         raise TypeError(

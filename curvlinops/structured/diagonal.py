@@ -36,7 +36,7 @@ class DiagonalLinearOperator(KnownEigenvalues):
         diagonal: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
         space: ParameterSpace | None = None,
     ):
-        if isinstance(diagonal, LISTS | MAPPINGS):
+        if isinstance(diagonal, (LISTS, MAPPINGS)):
             diagonal, space = _flattened(diagonal, space)
         entries = real(diagonal, "The diagonal", ndim=(1,))
         if space is None:

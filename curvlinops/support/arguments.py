@@ -23,9 +23,10 @@ R = TypeVar("R")
 
 #: Values that are equal if they look equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.Size)
-#: Containers with one tensor for each parameter, in their order or by name.
-LISTS = list | tuple | nn.ParameterList
-MAPPINGS = Mapping | nn.ParameterDict
+#: Containers with one tensor for each parameter, in their order or by name. Tuples of types: the
+#: compiler of PyTorch before 2.11 fails at unions.
+LISTS = (list, tuple, nn.ParameterList)
+MAPPINGS = (Mapping, nn.ParameterDict)
 
 
 def as_integer(value: Any) -> int | None:

@@ -1,8 +1,9 @@
 """Compares two versions of the package: numbers, times, and peaks of memory.
 
-`make compare` compares the working tree with a commit, by default the latest one; `make compare
-BASE=HEAD~1 COMPARE_ARGS="--problems mlp --rows KFAC"` with another one, in part. Rows, states and
-processes are those of the benchmark, with more quantities and some problems of the test suite.
+`make compare` compares the working tree with a commit, by default the one where the branch left
+main; `make compare BASE=HEAD~1 COMPARE_ARGS="--problems mlp --rows KFAC"` with another one, in
+part. Rows, states and processes are those of the benchmark, with more quantities and some problems
+of the test suite.
 The exit status is 1 if numbers differ by more than rounding, whatever the times are.
 """
 
@@ -29,6 +30,16 @@ OF_THE_SUITE = [
 ]
 #: The number of rows in each part of the summary.
 WORST = 5
+
+
+def branch_point() -> str:
+    """Return the commit where the branch left main: as it is upstream, or here, else ``HEAD``."""
+    for main in ("main@{upstream}", "main"):
+        command = ["git", "-C", str(ROOT), "merge-base", "HEAD", main]
+        found = subprocess.run(command, capture_output=True, text=True)
+        if found.returncode == 0:
+            return found.stdout.strip()
+    return "HEAD"
 
 
 @contextmanager
@@ -89,7 +100,9 @@ def summary(rows: list[dict]) -> Iterator[str]:
 def main() -> None:
     """Compare, print, and fail if numbers differ."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--base", default="HEAD", help="a commit, or a folder with the package")
+    parser.add_argument(
+        "--base", help="a commit, or a folder with the package; by default, where main was left"
+    )
     parser.add_argument("--problems", nargs="+", default=[*PROBLEMS, *OF_THE_SUITE])
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of the names of rows")
     parser.add_argument("--repeats", type=int, default=2, help="rounds that count")
@@ -97,7 +110,9 @@ def main() -> None:
     args = parser.parse_args()
     args.device = "cpu"
     rows: list[dict] = []
-    with checked_out(args.base) as tree:
+    base = args.base or branch_point()
+    print(f"The base is {base}.")
+    with checked_out(base) as tree:
         trees = {"ours": ROOT, "base": tree}
         workers = {n: Worker("ours", sys.executable, "cpu", 600, at) for n, at in trees.items()}
         states = {name: STATES.get(name, (SEEN,)) for name in workers["ours"].comparable}

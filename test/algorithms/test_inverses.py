@@ -339,7 +339,7 @@ def test_least_squares_without_tolerances():
     """They are solved as accurately as rounding allows, as by SciPy."""
     A, b = RNG.standard_normal((20, 6)), np.ones(20)
     found = LSMR(A, atol=0, btol=0, conlim=0, on_failure="raise").matvec_with_info(b)
-    np.testing.assert_allclose(found.x, np.linalg.lstsq(A, b)[0], rtol=1e-12)
+    np.testing.assert_allclose(found.x, np.linalg.lstsq(A, b, rcond=None)[0], rtol=1e-12)
     assert int(found.itn) <= 20
 
 

@@ -98,6 +98,7 @@ def test_products(name: str):
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(h).max())
 
 
+@pytest.mark.filterwarnings("ignore:.*called without specifying .atol.")  # before SciPy 1.14
 @pytest.mark.parametrize("solver", ["cg", "gmres", "minres", "bicgstab", "lgmres"])
 def test_solvers(solver: str):
     matrix = M.to_scipy(np.float64)

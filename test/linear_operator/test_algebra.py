@@ -110,41 +110,18 @@ A, B, J, F = square(0), square(1), tall(), across()
 a, b, j, f = A.matrix, B.matrix, J.matrix, F.matrix
 eye, PLAIN = torch.eye(9, dtype=DOUBLE), IdentityLinearOperator(9)
 
-EXPRESSIONS = {
-    "sum": (A + B, a + b),
-    "difference": (A - B, a - b),
+EXPRESSIONS = {  # beside the random ones in test_expressions.py
     "negative": (-A, -a),
     "zero plus an operator": (0.0 + A, a),
     "numpy multiple": (np.float32(2) * A, 2 * a),
-    "tensor multiple": (torch.tensor(2.0) * A, 2 * a),
-    "quotient": (A / 4, a / 4),
-    "product": (A @ B, a @ b),
-    "gram": (J @ J.T, j @ j.T),
-    "normal": (J.T @ J, j.T @ j),
-    "power zero": (A**0, eye),
     "transpose": (A.T, a.T),
     "adjoint": (J.H, j.T),
-    "adjoint of a sum": ((A + 2 * B).T, (a + 2 * b).T),
-    "adjoint of a power": ((A**3).T, (a @ a @ a).T),
-    "sum with the identity": (A + 0.1 * IdentityLinearOperator(A.space), a + 0.1 * eye),
-    "damped": (A.damped(0.1), a + 0.1 * eye),
-    "adjoint of a damped operator": (A.damped(0.1).T, a.T + 0.1 * eye),
     "damped between two spaces": (F.damped(0.1), f + 0.1 * eye),
-    "damped product": ((J.T @ J).damped(torch.tensor(0.5)), j.T @ j + 0.5 * eye),
-    "plain and named spaces": (J.T @ J + A, j.T @ j + a),
-    "square between two spaces": (F**2, f @ f),
-    "power zero between two spaces": (F**0, eye),
     "adjoint of a power between two spaces": ((F**3).T, (f @ f @ f).T),
     "nested": ((A + B) @ (A - 3 * B) / 2 - B**2, (a + b) @ (a - 3 * b) / 2 - b @ b),
     # the identity on plain vectors has no precision of its own
-    "sum with plain identity": (A + PLAIN, a + eye),
-    "from the left": (0.1 * PLAIN + A, a + 0.1 * eye),
-    "negative difference": (-(PLAIN - A), a - eye),
     "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye),
-    "product from the right": (A @ (0.1 * PLAIN), 0.1 * a),
     "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
-    "product of adjoints": ((A + 0.1 * PLAIN).T @ (PLAIN @ B).T, (a + 0.1 * eye).T @ b.T),
-    "power of a sum": ((A + 0.1 * PLAIN) ** 2, (a + 0.1 * eye) @ (a + 0.1 * eye)),
 }
 
 

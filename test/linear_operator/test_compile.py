@@ -120,6 +120,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # nor in the test itself
 @pytest.mark.parametrize(
     "compute",
     [

@@ -15,6 +15,7 @@ from curvlinops import (
     EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 
@@ -43,12 +44,23 @@ def penalized(z: Tensor, y: Tensor) -> Tensor:
     return z.square().square().sum()
 
 
+def dead(model: nn.Module) -> Tensor:
+    """Rows without a gradient are assigned to samples with other values of the parameters."""
+    layer = nn.Linear(3, 2).double()
+    nn.init.zeros_(layer.weight), nn.init.constant_(layer.bias, -1.0)
+    net = nn.Sequential(layer, nn.ReLU(), nn.Flatten(1), nn.Linear(16, 5)).double()
+    data = [(torch.randn(2, 8, 3).double(), torch.tensor([0, 1]))]
+    return build(KFACLinearOperator, net, data, fisher_type="type-2", kfac_approx="reduce").trace()
+
+
 #: Functions that are called where errors of users' code lead to another way, and their callers.
 FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "risk.derivatives.vjp_columns": lambda m: dense(HessianLinearOperator, m),
     "risk.derivatives.forward_ad": lambda m: build(GGNLinearOperator, m) @ torch.ones(31),
     "risk.batch_problem.select_samples": lambda m: build(EFLinearOperator, m),
+    "autodiff.evaluation.copy_containers": lambda m: dense(GGNLinearOperator, m),
     "layers.samples.RecordedBatch": rows,
+    "layers.recorded._perturbed": dead,
     "layers.recorded.graph_nodes": rows,
     "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(Solve().double(), m)),
     "layers.fallback.gradient": decayed,

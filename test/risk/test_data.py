@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from contract import matrix
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops
 from curvlinops.support.pytree import leaves, map_leaves, move, select_samples
@@ -190,15 +189,3 @@ def test_batches_in_any_layout(name: str, dtype: torch.dtype):
         for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
     )
     torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
-
-
-@pytest.mark.extensive
-@pytest.mark.parametrize("kind", [curvlinops.HessianLinearOperator, curvlinops.KFACLinearOperator])
-def test_loaders_with_workers(kind: type):
-    """Workers are started anew in each pass."""
-    model, (X, y) = net(), samples()
-    loader = DataLoader(TensorDataset(X, y), batch_size=4, num_workers=2)
-    arguments = model, nn.CrossEntropyLoss(), list(model.parameters())
-    found, expected = (kind(*arguments, data) for data in (loader, list(loader)))
-    torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found.gradient_and_loss(), expected.gradient_and_loss())

@@ -83,6 +83,9 @@ class Counting(LinearOperator):
         self.products += X.shape[1]
         return self.matrix @ X
 
+    def _rmatvec(self, x: np.ndarray) -> np.ndarray:  # an old SciPy has no default
+        return self._rmatmat(x.reshape(-1, 1))
+
     def _rmatmat(self, X: np.ndarray) -> np.ndarray:
         self.products += X.shape[1]
         return self.matrix.T @ X
