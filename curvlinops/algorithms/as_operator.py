@@ -35,12 +35,14 @@ class Matrix:
     Attributes:
         operator: ``A`` as an operator of this package.
         shape: Its shape.
+        space: The space of the vectors that it multiplies.
         device: The device of its products.
         dtype: The dtype of its products, float32 or float64.
         num_products: Number of vectors multiplied so far, by the matrix or its transpose.
 
     Raises:
-        TypeError: If ``A`` is none of these, or complex.
+        TypeError: If ``A`` is none of these, or complex; or if processes have parts of the vectors
+            on one side only.
         ValueError: If ``A`` has not two axes, or must be square and is not.
     """
 
@@ -48,6 +50,13 @@ class Matrix:
         self.operator = as_operator(A)
         self.shape: tuple[int, int] = tuple(self.operator.shape)
         self.device, self.dtype = self.operator.device, self.operator.torch_dtype
+        self.space = self.operator.domain
+        if self.space.is_sharded != self.operator.codomain.is_sharded:
+            raise TypeError(
+                f"The rows of {type(self.operator).__name__} belong to single processes, but its "
+                "parameters are sharded. Algorithms need vectors that all processes share: pass a "
+                "square operator with process_group, such as a GGNLinearOperator."
+            )
         self.num_products = 0
         if square and self.shape[0] != self.shape[1]:
             raise ValueError(f"The matrix must be square, got shape {list(self.shape)}.")
@@ -60,19 +69,23 @@ class Matrix:
         Raises:
             ValueError: If the product is not finite.
         """
-        return self._multiply(self.operator, X)
+        return self._multiply(X)
 
     def adjoint_matmul(self, X: Tensor) -> Tensor:
         """Multiply vectors ``[rows, K]`` by the transpose."""
-        return self._multiply(self.operator.T, X)
+        return self._multiply(X, adjoint=True)
 
-    def _multiply(self, operator: TorchLinearOperator, X: Tensor) -> Tensor:
+    def _multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
         self.num_products += X.shape[1]
-        out = operator @ X
+        out = self.operator._multiply_rows(X.T, adjoint).T
         count_products(X.shape[1])
-        if X.shape[1] and not_finite({"": out}) is not None:
+        if X.shape[1] and self.space.any(not_finite({"": out}) is not None):
             raise ValueError("A product with the matrix is not finite, though the vector is.")
         return out
+
+    def vectors(self, X: Tensor) -> Any:
+        """Return vectors ``[columns]`` or ``[columns, K]`` as users get them."""
+        return self.space.vectors(X)
 
     def read_rows(self, x: Vectors) -> Tensor:
         """Return a user's vectors as rows ``[K, columns]``.

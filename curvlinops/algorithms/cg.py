@@ -13,7 +13,6 @@ from curvlinops.algorithms.krylov import (
     check_positive,
     scaled,
 )
-from curvlinops.support.norms import double_dots, double_norm
 
 
 class CGInverseLinearOperator(KrylovInverseLinearOperator):
@@ -41,25 +40,26 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     def _improve(
         self, A: DampedMatrix, X: Tensor, log: IterationLog, systems: Systems, budget: int
     ) -> None:
+        dots, norms = A.space.dots, A.space.norms
         P = A.precondition(systems.R)
-        rho = check_positive(double_dots(systems.R, P))
+        rho = check_positive(dots(systems.R, P))
         s = Systems(**vars(systems), P=P, rho=rho)
         for _ in range(budget):
             Q = A.multiply(s.P)
-            curvature = double_dots(s.P, Q)
+            curvature = dots(s.P, Q)
             if bool((curvature < 0).any()):
                 _check_curvature(A, X, s, Q, curvature)
             # the matrix is singular along a direction of zero curvature: no step
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.index, scaled(alpha, s.P))
             s.R = add_scaled(s.R, -alpha, Q)
-            sizes = double_norm(s.R, 1)
+            sizes = norms(s.R)
             going = (sizes > s.goal) & (curvature > 0)
             if log.add(X, s, sizes) or not bool(going.any()):
                 break
             s.keep(going)
             Z = A.precondition(s.R)
-            s.rho, before = check_positive(double_dots(s.R, Z)), s.rho
+            s.rho, before = check_positive(dots(s.R, Z)), s.rho
             s.P = add_scaled(Z, s.rho / before, s.P)
 
 
@@ -76,9 +76,10 @@ def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvatur
     Raises:
         NegativeCurvatureError: If the curvature is more negative than rounding errors.
     """
-    lengths, sizes = double_norm(s.P, 1), double_norm(Q, 1)
+    norms = A.space.norms
+    lengths, sizes = norms(s.P), norms(Q)
     # products with vectors of a null space are rounding errors and do not show the norm of A
-    norm = (sizes / lengths).maximum((double_norm(A.multiply(Q), 1) / sizes).nan_to_num())
+    norm = (sizes / lengths).maximum((norms(A.multiply(Q)) / sizes).nan_to_num())
     curvature = curvature / lengths**2
     negative = curvature < -100 * torch.finfo(Q.dtype).eps * norm
     if bool(negative.any()):
@@ -90,6 +91,6 @@ def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvatur
             f"curvature {lowest:.1e} (the norm is at least {float(norm.max()):.1e}). Use "
             "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
             f"{-lowest:.1e}.",
-            direction.T,
-            X.T,
+            A.vectors(direction.T),
+            A.vectors(X.T),
         )

@@ -38,14 +38,14 @@ def dottest(
     rng = read_generator(matrix.device, seed, generator)
     num_tests = check_count("num_tests", num_tests)
     rtol = rtol if rtol is not None else (1e-10 if matrix.dtype == torch.float64 else 1e-4)
+    domain, codomain = matrix.operator.domain, matrix.operator.codomain
     u, v = (
-        torch.randn(num_tests, dim, generator=rng, dtype=matrix.dtype, device=matrix.device).T
-        for dim in matrix.shape
+        space.draw(num_tests, lambda x: x.normal_(generator=rng)).T for space in (codomain, domain)
     )
     Av, Atu = (matrix @ v).double(), matrix.adjoint_matmul(u).double()
     u, v = u.double(), v.double()
-    size = u.norm(dim=0) * Av.norm(dim=0) + Atu.norm(dim=0) * v.norm(dim=0)
-    difference = ((u * Av).sum(dim=0) - (Atu * v).sum(dim=0)).abs()
+    size = codomain.norms(u.T) * codomain.norms(Av.T) + domain.norms(Atu.T) * domain.norms(v.T)
+    difference = (codomain.dots(u.T, Av.T) - domain.dots(Atu.T, v.T)).abs()
     worst = float((difference / size.where(size > 0, 1.0)).max())
     if worst > rtol:
         raise ValueError(

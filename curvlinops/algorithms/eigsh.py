@@ -16,7 +16,6 @@ from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import as_integer, check_choice, check_count
-from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import show_residuals
 from curvlinops.support.rng import read_generator
 
@@ -139,10 +138,10 @@ def eigsh(
     known = matrix.operator._eigenpairs(k, which)
     if known is not None:
         values, vectors = known
-        residuals = double_norm(matrix @ vectors - vectors * values, 0).to(vectors)
+        residuals = matrix.space.norms((matrix @ vectors - vectors * values).T).to(vectors)
         check = [matrix.num_products, float(residuals.max())]
         history = torch.tensor([check], dtype=torch.float64, device="cpu")
-        return Eigenpairs(values, vectors, residuals, matrix.num_products, history)
+        return Eigenpairs(values, matrix.vectors(vectors), residuals, matrix.num_products, history)
     observer = _Observer(matrix, callback)
     goals = partial(_relative, tol)
     basis, pairs, num_missed = thick_restart_lanczos(
@@ -157,6 +156,7 @@ def eigsh(
         )
     vectors = basis.combine(pairs.vectors)
     values, residuals = pairs.values.to(vectors), pairs.residuals.to(vectors)
+    vectors = matrix.vectors(vectors)
     return Eigenpairs(values, vectors, residuals, matrix.num_products, observer.history())
 
 
@@ -197,7 +197,7 @@ class _Observer:
             iteration=len(self._checks),
             num_products=self._matrix.num_products,
             residuals=pairs.residuals.to(vectors.device),
-            iterate=vectors,
+            iterate=self._matrix.vectors(vectors),
             values=pairs.values.to(vectors),
         )
         return bool(self._callback(iteration))
@@ -365,8 +365,7 @@ def _start(
 
 
 def _random_rows(count: int, matrix: Matrix, generator: torch.Generator) -> Tensor:
-    shape = (count, matrix.shape[0])
-    return torch.randn(shape, generator=generator, dtype=matrix.dtype, device=matrix.device)
+    return matrix.space.draw(count, lambda x: x.normal_(generator=generator))
 
 
 def _basis_size(matrix: Matrix, k: int, block_size: int, ncv: int | None) -> int:
@@ -420,7 +419,8 @@ class LanczosBasis:
         self._matrix, self._generator = matrix, generator
         self._eps = torch.finfo(matrix.dtype).eps
         self._ncv, self._block_size = ncv, len(start)
-        self._rows = start.new_zeros(min(ncv, 50) + len(start), matrix.shape[0])  # V, then Q
+        self._space = matrix.space
+        self._rows = start.new_zeros(min(ncv, 50) + len(start), start.shape[1])  # V, then Q
         self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self._noise = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norm = 0.0  # a lower bound on the norm of A: the largest product so far
@@ -441,21 +441,21 @@ class LanczosBasis:
             self._inject(_random_rows(1, self._matrix, self._generator))
         start, end = self.size, self.size + self.num_pending
         W = (self._matrix @ self._rows[start:end].T).T.contiguous()
-        largest = float(double_norm(W, 1).max())
+        largest = float(self._space.norms(W).max())
         self._norm = max(self._norm, largest)
         H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
         H[:start, :start], H[start:, :start] = self._H, self._B
         # in exact arithmetic the first pass is enough; the second one removes rounding errors
         for first in (self._first_coupled, 0):
             rows = self._rows[first:end]
-            coefficients = rows @ W.T
+            coefficients = self._space.gram(rows, W)
             W.addmm_(coefficients.T, rows, alpha=-1)
             H[first:, start:] += coefficients.double().cpu()
         Q, R = self._orthonormal(W, self.rounding, end)
         if len(Q) and float(torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
             rows = self._rows[:end]
-            Q, correction = self._orthonormal(Q - (Q @ rows.T) @ rows, 0.5, end)
+            Q, correction = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, end)
             R = correction @ R
         skew = self._check_symmetric(H, start)
         self._note_deficiency(R, len(W), end, skew)
@@ -510,13 +510,13 @@ class LanczosBasis:
 
     def _inject(self, block: Tensor) -> None:
         """Orthogonalize rows against V, and make them the block Q."""
-        sizes = block.norm(dim=1, keepdim=True)
+        sizes = self._space.norms(block).to(block).unsqueeze(1)
         block = block / sizes.where(sizes > 0, 1.0)
         rows = self._rows[: self.size]
         for _ in range(2):
-            block = block - (block @ rows.T) @ rows
+            block = block - self._space.gram(block, rows) @ rows
         Q, _ = self._orthonormal(block, 100 * self._eps, self.size)
-        Q, _ = self._orthonormal(Q - (Q @ rows.T) @ rows, 0.5, self.size)
+        Q, _ = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, self.size)
         self._set_pending(Q, torch.zeros(len(Q), self.size, dtype=torch.float64, device="cpu"))
         self._first_coupled = 0
 
@@ -525,10 +525,10 @@ class LanczosBasis:
 
         A basis of the given size leaves ``D - size`` directions, which limits r.
         """
-        Q, R = torch.linalg.qr(W.T)
+        Q, R = self._space.qr(W)
         U, S, Vt = torch.linalg.svd(R.double().cpu())
-        rank = min(int((S > negligible).sum()), W.shape[1] - size)
-        return U[:, :rank].T.to(W) @ Q.T, S[:rank, None] * Vt[:rank]
+        rank = min(int((S > negligible).sum()), self._matrix.shape[0] - size)
+        return U[:, :rank].T.to(W) @ Q, S[:rank, None] * Vt[:rank]
 
     def _set_pending(self, Q: Tensor, B: Tensor) -> None:
         end = self.size + len(Q)
@@ -563,7 +563,7 @@ class LanczosBasis:
             end: The number of rows of V.
             skew: The norm of the skew part of the last coefficients.
         """
-        left = self._rows.shape[1] - end
+        left = self._matrix.shape[0] - end
         if not left:
             return
         # noise is measured in the directions of V; there is as much in each of those left

@@ -12,9 +12,7 @@ from curvlinops.algorithms.sampling import (
     Sampler,
     SamplingOptions,
     estimator,
-    quadratic_forms,
 )
-from curvlinops.support.norms import double_norm
 
 
 @estimator
@@ -58,7 +56,7 @@ def hutchinson_trace(
         ValueError: If the matrix is not square, or an argument is out of range.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
-    return sampler.mean(num_matvecs, quadratic_forms)
+    return sampler.mean(num_matvecs, sampler.quadratic_forms)
 
 
 @estimator
@@ -90,12 +88,13 @@ def hutchinson_squared_fro(
     ``|A|_F^2 = tr(A^T A) = E[|A x|^2]``. Unbiased for every matrix. The arguments are those of
     ``hutchinson_trace``.
     """
+    matrix = Matrix(A)
 
     def squares(X: Tensor, AX: Tensor) -> Tensor:
         # in double precision, which has room for squares
-        return double_norm(AX, 0).square()
+        return matrix.operator.codomain.norms(AX.T).square()
 
-    return Sampler(Matrix(A), distribution, **options).mean(num_matvecs, squares)
+    return Sampler(matrix, distribution, **options).mean(num_matvecs, squares)
 
 
 @estimator
@@ -117,14 +116,14 @@ def hutchpp_trace(
     sampler, outside = Sampler(matrix, distribution, **options), RunningMean()
     num = sampler.num_vectors(num_matvecs, cost=3)
     if num is None:
-        return sampler.exact(quadratic_forms)
-    Q = torch.linalg.qr(sampler.multiply(sampler.draw(num))).Q
+        return sampler.exact(sampler.quadratic_forms)
+    Q = matrix.space.qr(sampler.multiply(sampler.draw(num)).T)[0].T
     # products with contiguous vectors are fastest
-    inside = (Q * sampler.multiply(Q.T.contiguous().T)).sum()
+    inside = sampler.quadratic_forms(Q, sampler.multiply(Q.T.contiguous().T)).sum()
 
     def update(X: Tensor) -> tuple[Tensor, Tensor]:
-        X = X - Q @ (Q.T @ X)
-        mean, error = outside.update(quadratic_forms(X, matrix @ X))
+        X = X - Q @ matrix.space.gram(Q.T, X.T)
+        mean, error = outside.update(sampler.quadratic_forms(X, matrix @ X))
         return inside + mean, error
 
     return sampler.run(num, update)

@@ -16,7 +16,6 @@ from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
 from curvlinops.support.arguments import check_count, check_number, without_graph
-from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.progress import show_residuals
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -203,9 +202,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         with solver(type(self).__name__, self):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
-            sizes = double_norm(B, 1)
+            sizes = self.domain.norms(B)
             # the squares of other norms overflow or underflow in float64
-            if bool((sizes != sizes.clamp(1e-150, 1e150))[B.any(dim=1)].any()):
+            if bool(
+                (sizes != sizes.clamp(1e-150, 1e150))[self.domain.norms((B != 0).to(B)) > 0].any()
+            ):
                 raise ValueError(
                     "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale "
                     "the right-hand sides."
@@ -221,7 +222,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 X = x0.expand_as(B).clone()
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
-            residuals = double_norm(R, 1)
+            residuals = self.domain.norms(R)
             log = IterationLog(A, residuals, self._callback)
             rounding = 100 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
@@ -236,7 +237,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 candidate = X.clone()
                 self._improve(A, candidate, log, systems, budget)
                 R = B[index] - A.multiply(candidate[index])
-                after = double_norm(R, 1)
+                after = self.domain.norms(R)
                 better = (after < before) | log.has_stopped
                 improved = index[better]
                 X[improved], residuals[improved] = candidate[improved], after[better]
@@ -272,6 +273,7 @@ class DampedMatrix:
         method: The name of the method, for error messages.
 
     Attributes:
+        space: The space of the vectors.
         num_products: Number of rows multiplied so far.
     """
 
@@ -283,6 +285,7 @@ class DampedMatrix:
         method: str,
     ):
         self._matrix, self._damping, self._method = matrix, damping, method
+        self.space = matrix.space
         self._preconditioner = preconditioner
         self._last: tuple[Tensor, Tensor] | None = None
         self.num_products = 0
@@ -305,15 +308,20 @@ class DampedMatrix:
         """Multiply rows ``[K, D]`` by the preconditioner."""
         if self._preconditioner is None:
             return rows
-        return (self._preconditioner @ rows.T).T.contiguous().to(rows)
+        return self._preconditioner._multiply_rows(rows).contiguous().to(rows)
+
+    def vectors(self, X: Tensor) -> Any:
+        """Return vectors as users get them, see ``Matrix.vectors``."""
+        return self._matrix.vectors(X)
 
     def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
         """Check ``<x, A y> = <A x, y>`` for the last two products, without another one."""
         last, self._last = self._last, (rows, products)
         if last is None or last[0].shape != rows.shape:
             return
-        difference = double_dots(last[0], products) - double_dots(last[1], rows)
-        size_x, size_Ax, size_y, size_Ay = (double_norm(x, 1) for x in (*last, rows, products))
+        dots, norms = self.space.dots, self.space.norms
+        difference = dots(last[0], products) - dots(last[1], rows)
+        size_x, size_Ax, size_y, size_Ay = (norms(x) for x in (*last, rows, products))
         norm = torch.cat([size_Ax / size_x, size_Ay / size_y]).nan_to_num().max()
         if bool((difference.abs() > ASYMMETRY * norm * size_x * size_y).any()):
             raise ValueError(
@@ -373,7 +381,7 @@ class IterationLog:
                 iteration=len(self._residuals) - 1,
                 num_products=self._A.num_products,
                 residuals=current,
-                iterate=X.T.clone(),  # X changes in place
+                iterate=self._A.vectors(X.T.clone()),  # X changes in place
             )
             self.has_stopped = bool(self._callback(state))
         return self.has_stopped

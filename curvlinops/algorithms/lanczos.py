@@ -14,8 +14,8 @@ from curvlinops.algorithms.sampling import (
     SamplingOptions,
     estimator,
 )
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.support.arguments import check_count
-from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import expect_products
 
 #: Products for each random vector in ``lanczos_logdet``.
@@ -58,7 +58,8 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
         ValueError: If products show that the matrix is not symmetric.
     """
     eps = torch.finfo(matrix.dtype).eps
-    v = X.T / X.norm(dim=0).unsqueeze(1)
+    space = matrix.space
+    v = X.T / space.norms(X.T).to(X).unsqueeze(1)
     basis = v.new_empty(len(v), num_steps, v.shape[1])
     diagonal, off_diagonal = v.new_zeros(2, len(v), num_steps)
     scale = v.new_full((len(v),), torch.finfo(matrix.dtype).tiny)
@@ -68,8 +69,8 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
             diagonal[:, step:] = diagonal[:, :1]
             break
         basis[:, step] = v
-        W, overlaps = _orthogonalize((matrix @ v.T).T, basis[:, : step + 1])
-        norms = double_norm(W, 1).to(W)
+        W, overlaps = _orthogonalize(space, (matrix @ v.T).T, basis[:, : step + 1])
+        norms = space.norms(W).to(W)
         scale = scale.maximum(overlaps.abs().amax(1)).maximum(norms)
         if step and not matrix.operator.self_adjoint:
             # of a symmetric matrix, products are orthogonal to all vectors but the last two
@@ -94,11 +95,11 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
     return Quadrature(nodes, vectors[:, 0].square(), residuals)
 
 
-def _orthogonalize(W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+def _orthogonalize(space: ParameterSpace, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts of vectors ``[K, D]`` outside of their bases ``[K, m, D]``, and overlaps."""
     overlaps = torch.zeros_like(basis[:, :, 0])
     for _ in range(2):
-        more = torch.bmm(basis, W.unsqueeze(2)).squeeze(2)
+        more = space.overlaps(basis, W)
         W = W - torch.bmm(more.unsqueeze(1), basis).squeeze(1)
         overlaps = overlaps + more
     return W, overlaps
@@ -192,7 +193,7 @@ def _mean(
     def update(X: Tensor) -> tuple[Tensor, Tensor]:
         nodes, weights, _ = lanczos(sampler.matrix, X, ncv)
         forms = (weights * _evaluate(f, nodes)).sum(1)
-        return mean.update(forms.to(sampler.matrix.dtype) * X.square().sum(0))
+        return mean.update(forms.to(X) * sampler.matrix.space.sums(X.T.square()))
 
     return sampler.run(num_repeats, update)
 

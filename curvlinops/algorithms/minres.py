@@ -12,7 +12,6 @@ from curvlinops.algorithms.krylov import (
     check_positive,
     scaled,
 )
-from curvlinops.support.norms import double_dots, double_norm
 
 
 class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
@@ -37,19 +36,19 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     def _improve(
         self, A: DampedMatrix, X: Tensor, log: IterationLog, systems: Systems, budget: int
     ) -> None:
-        s = _start(systems, A.precondition(systems.R))
+        s = _start(A, systems, A.precondition(systems.R))
         for _ in range(budget):
             v, alpha = _lanczos(A, s)
             tau, ended = _rotate(s, v, alpha)
             X.index_add_(0, s.index, scaled(tau, s.w))
-            sizes = double_norm(s.R, 1)
+            sizes = A.space.norms(s.R)
             going = (sizes > s.goal) & ~ended
             if log.add(X, s, sizes) or not bool(going.any()):
                 break
             s.keep(going)
 
 
-def _start(systems: Systems, z: Tensor) -> Systems:
+def _start(A: DampedMatrix, systems: Systems, z: Tensor) -> Systems:
     """Return the state before the first iteration.
 
     The state holds the Lanczos recurrence ``A v_k = beta_k v_(k-1) + alpha_k v_k + beta_(k+1)
@@ -57,10 +56,11 @@ def _start(systems: Systems, z: Tensor) -> Systems:
     tridiagonal matrix by Givens rotations.
 
     Args:
+        A: The matrix.
         systems: The systems to solve.
         z: The preconditioned residuals of the systems.
     """
-    beta = check_positive(double_dots(systems.R, z)).sqrt()
+    beta = check_positive(A.space.dots(systems.R, z)).sqrt()
     zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(z)
     return Systems(
         **vars(systems),
@@ -84,12 +84,12 @@ def _lanczos(A: DampedMatrix, s: Systems) -> tuple[Tensor, Tensor]:
     """Extend the Krylov space; return the last vector v, and ``<v, A v>``."""
     v = scaled(1 / s.beta, s.z)
     u = add_scaled(A.multiply(v), -s.beta / s.beta_old, s.y_old)
-    alpha = double_dots(v, u)
+    alpha = A.space.dots(v, u)
     u = add_scaled(u, -alpha / s.beta, s.y)
     s.y, s.y_old, s.z = u, s.y, A.precondition(u)
-    squares = double_dots(s.y, s.z)
+    squares = A.space.dots(s.y, s.z)
     # at the end of the Krylov space rounding may make a square negative
-    slack = 100 * torch.finfo(v.dtype).eps * double_norm(s.y, 1) * double_norm(s.z, 1)
+    slack = 100 * torch.finfo(v.dtype).eps * A.space.norms(s.y) * A.space.norms(s.z)
     check_positive((squares + slack).where(squares < 0, 1.0))
     s.beta, s.beta_old = squares.clamp(min=0.0).sqrt(), s.beta
     return v, alpha

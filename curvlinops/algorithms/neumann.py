@@ -17,7 +17,6 @@ from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.arguments import check_count, check_number
-from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import show_residuals
 
 
@@ -106,14 +105,13 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         """Multiply rows ``[K, D]`` by the preconditioner or its adjoint."""
         if self._preconditioner is None:
             return rows
-        operator = self._preconditioner.T if adjoint else self._preconditioner
-        return (operator @ rows.T).T.to(rows)
+        return self._preconditioner._multiply_rows(rows, adjoint).to(rows)
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
         """Return ``scale * sum_k (I - scale * step)^k rows``, for rows ``[K, D]``."""
         with solver(type(self).__name__, self):
             term = total = self.scale * rows
-            first = last = double_norm(term, 1)
+            first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):
                 try:
                     term = term - self.scale * step(term)
@@ -122,7 +120,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                         self._diverge(k)
                     raise
                 total = total + term
-                last = double_norm(term, 1)
+                last = self.domain.norms(term)
                 show_residuals((last, self.rtol * first))
                 if (self.check_nan or k == self.num_terms) and not bool(last.isfinite().all()):
                     self._diverge(k)
@@ -131,7 +129,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                         iteration=k,
                         num_products=k * len(rows),
                         residuals=last,
-                        iterate=total.T,
+                        iterate=self._matrix.vectors(total.T),
                     )
                     if self._callback(state):
                         return total

@@ -128,17 +128,18 @@ class Sampler:
 
     def draw(self, num: int) -> Tensor:
         """Draw random vectors ``[D, num]``, each of which is contiguous."""
-        X = torch.empty(num, self.dim, dtype=self.matrix.dtype, device=self.matrix.device)
-        # one by one, since the numbers that are drawn at once depend on their count
+        space, generator = self.matrix.space, self.generator
         if self.distribution == "rademacher":
-            for row in X:
-                row.bernoulli_(0.5, generator=self.generator)
+            X = space.draw(num, lambda x: x.bernoulli_(0.5, generator=generator))
             return X.mul_(2).sub_(1).T
-        for row in X:
-            row.normal_(generator=self.generator)
+        X = space.draw(num, lambda x: x.normal_(generator=generator))
         if self.distribution == "sphere":
-            X *= self.dim**0.5 / X.norm(dim=1, keepdim=True)
+            X *= self.dim**0.5 / space.norms(X).to(X).unsqueeze(1)
         return X.T
+
+    def quadratic_forms(self, X: Tensor, AX: Tensor) -> Tensor:
+        """Return ``x^T A x`` for each vector, ``[K]``: samples of the trace."""
+        return self.matrix.space.sums((X * AX).T)
 
     def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply any number of vectors ``[D, K]`` by the matrix, or its transpose, in chunks."""
@@ -161,6 +162,8 @@ class Sampler:
         fewest = error_needs if self.return_error else 1
         at_least = max(min(cost * fewest, self.dim), 1)
         num = check_count("num_matvecs", num_matvecs, at_least)
+        if self.matrix.space.is_sharded:  # no process has a whole unit vector
+            num = min(num, self.dim - 1)
         is_exact = num >= self.dim
         expect_products(self.dim if is_exact else num // cost * cost)
         return None if is_exact else num // cost
@@ -232,7 +235,7 @@ class Sampler:
             if self.stops(iteration, estimate.to(self.matrix.dtype)):
                 return self._result(estimate, error)
             if self.rtol is not None and stop >= min(_MIN_SAMPLES, num):
-                ratio = _relative(estimate, error)
+                ratio = self._relative(estimate, error)
                 if ratio <= self.rtol:
                     break
         if self.rtol is not None and not ratio <= self.rtol:
@@ -245,12 +248,24 @@ class Sampler:
 
     def _result(self, estimate: Tensor, error: Tensor) -> Tensor | Estimate:
         estimate, error = estimate.to(self.matrix.dtype), error.to(self.matrix.dtype)
-        if not bool(estimate.isfinite().all()) or bool(error.isinf().any()):
+        is_wrong = not bool(estimate.isfinite().all()) or bool(error.isinf().any())
+        if self.matrix.space.any(is_wrong):
             raise ValueError(
                 "The products with the matrix are finite, but the estimate, or its standard error, "
                 f"is too large for {estimate.dtype}. Scale the matrix."
             )
+        if estimate.ndim:
+            estimate, error = self.matrix.vectors(estimate), self.matrix.vectors(error)
         return Estimate(estimate, error) if self.return_error else estimate
+
+    def _relative(self, estimate: Tensor, error: Tensor) -> float:
+        """Return the norm of an error relative to the norm of the estimate."""
+        if self.matrix.space.is_sharded and estimate.ndim:
+            norms = self.matrix.space.norms
+            size, scale = (float(norms(x.unsqueeze(0))) for x in (error, estimate))
+        else:
+            size, scale = (float(_safe_norm(x.reshape(-1))) for x in (error, estimate))
+        return size / scale if scale else size and inf
 
 
 class RunningMean:
@@ -281,19 +296,8 @@ class RunningMean:
         return self._mean, error.to(self._mean.dtype)
 
 
-def _relative(estimate: Tensor, error: Tensor) -> float:
-    """Return the norm of an error relative to the norm of the estimate."""
-    size, scale = (float(_safe_norm(numbers.reshape(-1))) for numbers in (error, estimate))
-    return size / scale if scale else size and inf
-
-
 def _safe_norm(x: Tensor) -> Tensor:
     """Return Euclidean norms along the last axis in float64, without over- or underflow."""
     largest = x.abs().amax(-1, keepdim=True)
     unit = torch.where(largest > 0, largest, 1.0)
     return double_norm(x / unit, -1) * unit.squeeze(-1).double()
-
-
-def quadratic_forms(X: Tensor, AX: Tensor) -> Tensor:
-    """Return ``x^T A x`` for each vector, ``[K]``: samples of the trace."""
-    return (X * AX).sum(0)

@@ -15,7 +15,7 @@ Gram matrices, QR and Cholesky factors are those of products divided by a power 
 """
 
 from collections.abc import Callable
-from math import frexp, inf, log10
+from math import frexp, log10
 from typing import Unpack
 
 import torch
@@ -28,9 +28,7 @@ from curvlinops.algorithms.sampling import (
     Sampler,
     SamplingOptions,
     estimator,
-    quadratic_forms,
 )
-from curvlinops.support.norms import double_norm
 
 #: In fewer dimensions vectors of signs may be linearly dependent; then all terms are equally wrong.
 _FEW_DIMENSIONS = 32
@@ -61,18 +59,18 @@ def xtrace(
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
         Q, R = sketch.Q, sketch.R.double()
-        pairs = [(Q, sketch.Z), (Q, sketch.X), (sketch.Z, sketch.X)]
-        H, W, T = ((M.T @ N).double() for M, N in pairs)
+        space, pairs = sampler.matrix.space, [(Q, sketch.Z), (Q, sketch.X), (sketch.Z, sketch.X)]
+        H, W, T = (space.gram(M.T, N.T).double() for M, N in pairs)
         S = _left_out(R)
         inside = H.trace() - (S * (H @ S)).sum(0)
         V = W - S * (S * W).sum(0)  # P_i x_i = Q v_i
         outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
-        lengths = sketch.X.double().square().sum(0)
+        lengths = space.sums(sketch.X.T.double().square())
         if sampler.distribution != "rademacher":
             outside = _rescaled(outside, lengths - V.square().sum(0), lengths, sampler)
         return inside + outside
 
-    return _mean(products, num_matvecs, terms, quadratic_forms, cost=2)
+    return _mean(products, num_matvecs, terms, sampler.quadratic_forms, cost=2)
 
 
 @estimator
@@ -137,7 +135,7 @@ def xnystrace(
         X, AX = _append(X, new), _append(AX, products.multiply(new))
         return _nystrom_terms(sampler, X, AX)
 
-    return _mean(products, num_matvecs, terms, quadratic_forms, cost=1)
+    return _mean(products, num_matvecs, terms, sampler.quadratic_forms, cost=1)
 
 
 class _Products:
@@ -155,13 +153,14 @@ class _Products:
     def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply vectors ``[D, K]`` by the matrix, or its transpose, in units of ``unit``."""
         product = self.sampler.multiply(X, adjoint)
-        self.unit = self.unit or _power_of_two(product)
+        largest = self.sampler.matrix.space.largest(product)
+        self.unit = self.unit or _power_of_two(largest, product.dtype)
         return product.div_(self.unit or 1.0)
 
 
-def _power_of_two(x: Tensor) -> float:
-    """Return the power of two just below the largest absolute value, zero if that is zero."""
-    largest, tiny = float(torch.linalg.vector_norm(x, inf)), torch.finfo(x.dtype).tiny
+def _power_of_two(largest: float, dtype: torch.dtype) -> float:
+    """Return the power of two just below a positive number, zero for zero."""
+    tiny = torch.finfo(dtype).tiny
     if largest == 0:
         return 0.0
     # its inverse must be a normal number, too
@@ -215,10 +214,11 @@ class _Sketch:
         Y, old = self._products.multiply(new), len(self.R)
         num = old + new.shape[1]
         # by Householder's method, which is orthogonal to Q even if products lie in its span
-        basis, coefficients = torch.linalg.qr(torch.cat([self.Q, Y], dim=1))
-        basis = basis[:, old:]
+        space = self._products.sampler.matrix.space
+        basis, coefficients = space.qr(torch.cat([self.Q, Y], dim=1).T)
+        basis = basis[old:].T
         R = self.R.new_zeros(num, num)
-        R[:old, :old], R[:old, old:] = self.R, self.Q.T @ Y
+        R[:old, :old], R[:old, old:] = self.R, space.gram(self.Q.T, Y.T)
         R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
         # products with contiguous vectors are fastest
@@ -273,11 +273,12 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     Raises:
         ValueError: If the matrix is not symmetric, or not positive semi-definite.
     """
-    if not AX.any():  # nor would there be a shift
+    space = sampler.matrix.space
+    if space.largest(AX) == 0:  # nor would there be a shift
         return torch.zeros(X.shape[1], dtype=torch.float64, device=X.device)
-    gram = (X.T @ X).double()
+    gram = space.gram(X.T, X.T).double()
     L, shift = _shifted_cholesky(sampler, X, AX, gram)
-    R = torch.linalg.qr(AX + shift * X, mode="r").R.double()
+    R = space.qr((AX + shift * X).T)[1].double()
     trace = torch.linalg.solve_triangular(L, R.T, upper=False).square().sum() - shift * sampler.dim
     inverse = torch.cholesky_inverse(L)
     diagonal = inverse.diagonal()
@@ -292,14 +293,15 @@ def _shifted_cholesky(
     sampler: Sampler, X: Tensor, AX: Tensor, gram: Tensor
 ) -> tuple[Tensor, float]:
     """Return the Cholesky factor of ``X^T (A + shift I) X``, and the shift."""
-    H = (X.T @ AX).double()
+    space = sampler.matrix.space
+    H = space.gram(X.T, AX.T).double()
     eps, matrix = torch.finfo(X.dtype).eps, sampler.matrix
     if not matrix.operator.self_adjoint and (H - H.T).norm() > eps**0.5 * H.norm():
         raise ValueError(
             "xnystrace needs a symmetric matrix; this one is not symmetric. Use xtrace."
         )
     eye = torch.eye(len(H), dtype=H.dtype, device=H.device)
-    scale = float(double_norm(AX)) / sampler.dim**0.5
+    scale = float(space.norms(AX.T).norm()) / sampler.dim**0.5
     for power in range(int(-log10(eps) / 2) + 1):  # up to the root of eps
         shift = eps * scale * 10**power
         # vectors may be almost linearly dependent, hence a multiple of the identity

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from curvlinops.autodiff.scattering import is_stand_in, stand_in
+from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.refusals import is_refusal, lacks_memory
-from curvlinops.support.torch_internals import run_backward, without_torch_function
+from curvlinops.support.torch_internals import (
+    input_metadata,
+    run_backward,
+    without_torch_function,
+)
 from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -49,6 +55,8 @@ def vjp(
         weights = [
             outputs[name].new_ones(outputs[name].shape)
             if cotangents[name] is None
+            else cotangents[name]
+            if is_stand_in(outputs[name])  # then the cotangent only stands for a vector
             else canonical(cotangents[name].to(outputs[name].dtype))
             for name in names
         ]
@@ -63,6 +71,21 @@ def vjp(
         accumulate_grad=False,
     )
     return dict(zip(inputs, grads, strict=True))
+
+
+def gradient_behind(edge: GradientEdge, cotangent: Tensor, leaf: Tensor) -> Tensor | None:
+    """Return the gradient w.r.t. a leaf, given what passes an edge; ``None`` if that is zero.
+
+    Args:
+        edge: The edge of the graph. The graph is kept.
+        cotangent: Its gradient, perhaps in another shape.
+        leaf: The leaf.
+    """
+    with without_torch_function():  # an evaluation watches what the model calls
+        shape = input_metadata(edge.node, edge.output_nr).shape
+        cotangents = (canonical(cotangent.reshape(shape)),)
+    options = {"allow_unreachable": True, "accumulate_grad": False}
+    return run_backward((edge,), cotangents, True, False, (leaf,), **options)[0]
 
 
 def canonical(cotangent: Tensor) -> Tensor:
@@ -121,8 +144,13 @@ def vjp_columns(
     grads = batched_vjp(outputs, cotangents, inputs, retain)
     missing = [name for name, grad in grads.items() if grad is None]
     num_columns = len(next(iter(cotangents.values()))) if missing else 0
-    zeros = {name: inputs[name].new_zeros(num_columns, *inputs[name].shape) for name in missing}
+    zeros = {name: _zeros(inputs[name], num_columns) for name in missing}
     return grads | zeros
+
+
+def _zeros(like: Tensor, num_columns: int) -> Tensor:
+    shape = num_columns, *like.shape
+    return stand_in(like, shape) if is_stand_in(like) else like.new_zeros(shape)
 
 
 # --- missing derivatives
@@ -175,7 +203,9 @@ def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
 
 
 def in_chunks(
-    product: Callable[..., Columns], size: int | None
+    product: Callable[..., Columns],
+    size: int | None,
+    shards: Shards | None = None,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
 
@@ -184,10 +214,15 @@ def in_chunks(
             not support that, columns are taken one by one.
         size: The number of columns at once. It is halved while the memory is too small. Default: as
             many as have ``_BUDGETS`` bytes with the tensors in the product's closure.
+        shards: The parameters that are sharded, if any is differentiated.
 
     Returns:
         A function of columns, of the dtypes to cast them to, and of further arguments of the
         product. It yields slices of the columns, each with its product.
+
+    Raises:
+        RuntimeError: If a product of several columns fails after a part of it was added to sums of
+            other processes.
     """
 
     def chunks(
@@ -204,11 +239,18 @@ def in_chunks(
             rest = 1 if failure else num_columns - start
             # in equal parts
             rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
+            if shards is not None:
+                shards.at_columns(rows)
             try:
-                part = product(_take(V, rows, dtypes), *args)
+                part = product(_take(V, rows, dtypes, shards), *args)
             except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
+                if shards is not None and shards.has_added:
+                    raise RuntimeError(
+                        "The product of several vectors failed, after a part of it was added to "
+                        f"the sums of other processes: {first_line(error)}. Pass chunk_size=1."
+                    ) from error
                 if is_refusal(error):
                     failure = first_line(error)
                 elif lacks_memory(error):
@@ -220,13 +262,24 @@ def in_chunks(
             if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)
                 size, failure = 1, None
+            if shards is not None:  # the others were added to sums
+                part = {name: x for name, x in part.items() if name not in shards.params}
             yield rows, part
             start = rows.stop
 
     return chunks
 
 
-def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype]) -> Columns:
+def _take(
+    V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype], shards: Shards | None
+) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
+        some = {name: column[rows] for name, column in V.items()}
+        if shards is not None:
+            some = shards.cotangents(some, dtypes)
+        sharded = () if shards is None else shards.params
         # contiguous: the columns of a matrix are far apart in its memory
-        return {name: column[rows].to(dtypes[name]).contiguous() for name, column in V.items()}
+        return {
+            name: column if name in sharded else column.to(dtypes[name]).contiguous()
+            for name, column in some.items()
+        }

@@ -71,7 +71,10 @@ class Evaluation:
         model = self._model
         if self._modules is None:
             replacements = model.replacements(self._values)
-            self._modules = IsolatedModules(model.roots, replacements, shards=model.shards)
+            leaves = model.leaves_of_sharded(self._values)
+            self._modules = IsolatedModules(
+                model.roots, replacements, shards=model.shards, leaves=leaves
+            )
         with (
             torch.enable_grad(),
             model.requiring_gradients(),
@@ -79,7 +82,7 @@ class Evaluation:
             nullcontext() if model.shards is None else model.shards.saved_by_number(),
             uncached_parametrizations(),
             without_compiler(),
-            overrides.active(self._differentiation),
+            overrides.active(self._differentiation, bool(model.sharded)),
         ):
             yield
 
@@ -127,6 +130,7 @@ class IsolatedModules:
         keep_graphs: Whether buffers that require gradients, such as what the model computed in
             this very pass, are used themselves, not as copies without a graph.
         shards: The parameters that are gathered when the modules read them.
+        leaves: What gets the gradients of some of these, see ``Shards.read``.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class IsolatedModules:
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
         shards: Shards | None = None,
+        leaves: Mapping[int, Tensor] | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []
@@ -154,7 +159,7 @@ class IsolatedModules:
             for table in filter(None, (parameters, buffers)):
                 contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
                 if shards is not None and any(map(shards.is_sharded, contents.values())):
-                    lazy = {"_parameters": shards.table(contents)}
+                    lazy = {"_parameters": shards.table(contents, leaves or {})}
                     self._inside.append((attributes, attributes | lazy))
                 else:
                     self._inside.append((table, contents))

@@ -25,8 +25,10 @@ from curvlinops.autodiff.parameters import (
     with_attributes,
     without_history,
 )
+from curvlinops.autodiff.scattering import stand_in
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.autodiff.used_modules import find_modules
+from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import nearest
 from curvlinops.support.torch_internals import (
     distributed_tensors,
@@ -69,6 +71,8 @@ class Model(ABC):
         given: Mapping[str, Tensor] | None = None,
         ties: Mapping[str, str] | None = None,
     ):
+        is_own = (lambda x: False) if self.shards is None else self.shards.is_sharded
+        check_complete({name: x for name, x in params.items() if not is_own(x)})
         check_params(params)
         self.source, self.params, self.as_list = source, params, given is None
         self._given, self._ties = given, ties or {}
@@ -99,6 +103,11 @@ class Model(ABC):
         return None
 
     @property
+    def sharded(self) -> list[str]:
+        """The names of those of ``params`` that are sharded over processes."""
+        return [name for name, x in self.params.items() if isinstance(x, distributed_tensors())]
+
+    @property
     def replaced(self) -> dict[int, str]:
         """The names of the user's own tensors that are replaced in an evaluation, by id."""
         return {id(param): name for name, param in self.params.items()}
@@ -107,16 +116,27 @@ class Model(ABC):
         """Return the tensors that replace the modules' parameters in an evaluation, by id."""
         return {}
 
+    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return what gets the gradients of sharded parameters, see ``Shards.read``."""
+        return {}
+
     def requiring_gradients(self) -> AbstractContextManager:
         """Return a context in which the tensors in ``leaves`` require gradients."""
         return nullcontext()
 
     def leaves(self) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, to differentiate with respect to."""
+        """Return tensors with the parameters' values, to differentiate with respect to.
+
+        Those of sharded parameters have no values, see ``stand_in``.
+        """
+        sharded = distributed_tensors()
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
-        leaves = {n: without_history(param).requires_grad_() for n, param in self.params.items()}
+        leaves = {
+            name: (stand_in if isinstance(param, sharded) else without_history)(param)
+            for name, param in self.params.items()
+        }
         for name, leaf in leaves.items():
-            leaf.replaces = name  # to know it if it turns up in a later evaluation
+            leaf.requires_grad_().replaces = name  # to know it if it turns up in a later evaluation
         return leaves
 
     def refresh(self) -> None:
@@ -216,6 +236,9 @@ class ModuleModel(Model):
         super().__init__(self.module, untied, given, ties)
         # name in `params` -> the module's own parameter
         self._targets = {name: registered[name] for name in self.params}
+        if self.shards is not None:
+            sharded = {name: self.params[name] for name in self.sharded}
+            self.shards.differentiate(sharded, dtype_of_vectors(self.params))
         for name, param in self.params.items():
             if param.shape != registered[name].shape:
                 raise ValueError(
@@ -248,8 +271,10 @@ class ModuleModel(Model):
         """Return the values, and constants for the parameters that are not differentiated."""
         if self.shards is not None:
             self.shards.find()
-        targets = self._targets
-        tensors = {id(x): with_attributes(values[n], x) for n, x in targets.items()}
+        targets, sharded = self._targets, set(self.sharded)
+        tensors = {
+            id(x): with_attributes(values[n], x) for n, x in targets.items() if n not in sharded
+        }
         tables = (tensor_tables(module)[0] for module in modules_of([self.module]))
         present = {id(x): x for table in tables for x in table.values() if x is not None}
         if missing := [name for name, x in targets.items() if id(x) not in present]:
@@ -267,6 +292,10 @@ class ModuleModel(Model):
             if k not in tensors and not isinstance(x, spread)
         }
         return tensors | constants
+
+    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return the values of sharded parameters by the parameter's id."""
+        return {id(self._targets[name]): values[name] for name in self.sharded}
 
 
 class FunctionalModel(Model):

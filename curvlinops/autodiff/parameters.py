@@ -144,8 +144,7 @@ def check_distinct(params: list[Tensor], names: Mapping[int, str]) -> None:
 
 
 def check_params(params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that have no values yet, are not real, or not on one device."""
-    check_complete(params)
+    """Refuse parameters that are not real, have no values, or are not on one device."""
     for name, param in params.items():
         if not param.is_floating_point() or param.dtype.itemsize == 1:  # those of eight bits
             raise TypeError(
@@ -187,9 +186,9 @@ def check_complete(tensors: Mapping[str, Tensor]) -> None:
 def spread_error(subject: str) -> TypeError:
     """Return the error that parameters are spread over processes."""
     return TypeError(
-        f"{subject}: each process has only a part of the parameters. Only frozen parameters of a "
-        "Module may be sharded, by torch.distributed.fsdp.fully_shard; leave those in params out, "
-        "by ignored_params. Or give each process a model with all parameters, with values as by "
+        f"{subject}: each process has only a part of the parameters. Only parameters of a Module "
+        "may be sharded, by torch.distributed.fsdp.fully_shard. In params, pass the module's own "
+        "tensors. Or give each process a model with all parameters, with values as by "
         "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True. "
         "The data can be spread in any case, see process_group."
     )

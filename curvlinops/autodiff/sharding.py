@@ -1,7 +1,13 @@
-"""Parameters that are sharded over processes, each of which is gathered when a module reads it."""
+"""Parameters that are sharded over processes, each of which is gathered when a module reads it.
+
+Processes need not be in step. What one of them needs of the others is a *request*: a parameter, the
+other parts of a vector, or to add a gradient to the parts of a sum. Before each collective there is
+a *round*, in which each process says what it requests. All of them then serve all requests.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from enum import IntEnum
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,6 +16,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.autodiff.parameters import with_attributes
+from curvlinops.autodiff.scattering import Gather, ShardedParameter
+from curvlinops.linear_operator.space import Columns
 from curvlinops.support.torch_internals import (
     all_gather,
     distributed_tensors,
@@ -17,6 +25,7 @@ from curvlinops.support.torch_internals import (
     fsdp_policies,
     is_tensor_parallel_hook,
     modules_of,
+    reduce_scatter,
     reshard,
     tensor_tables,
     without_torch_function,
@@ -27,17 +36,47 @@ _WHOLE = (
     "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
 )
 
-#: The number that a process says in a round if it needs no parameter any more.
-_NONE = -1
+
+class Kind(IntEnum):
+    """What a process requests."""
+
+    NOTHING = 0  #: The process is done.
+    PARAMETER = 1  #: Gather a parameter.
+    VECTORS = 2  #: Gather the tensors for a parameter of some vectors.
+    SUM = 3  #: Add tensors for a parameter to some sums.
+
+
+class Request(NamedTuple):
+    """What a process requests of all.
+
+    Attributes:
+        kind: What it is.
+        number: The number of the parameter: for ``Kind.PARAMETER`` among those of the module, else
+            among those that are differentiated.
+        first: The first column of vectors or sums.
+        stop: The column behind the last one.
+    """
+
+    kind: int
+    number: int = 0
+    first: int = 0
+    stop: int = 1
+
+
+_NOTHING = Request(Kind.NOTHING)
 
 
 class Shards:
-    """The parameters of a module that ``fully_shard`` has sharded, as constants of evaluations.
+    """The parameters of a module that ``fully_shard`` has sharded.
 
-    Before each gather there is a *round*, in which each process says which parameter it needs. All
-    take part in the gathers of all parameters that any of them needs. A process that is done takes
-    part in rounds until all are done, see ``settle``. So processes may evaluate the model at
-    different numbers of batches or columns, in fallbacks, or not at all after an error.
+    Before each collective there is a *round*, in which each process says what it requests. All take
+    part in the collectives of all requests. A process that is done takes part in rounds until all
+    are done, see ``settle``. So processes may evaluate the model at different numbers of batches or
+    columns, in fallbacks, or not at all after an error.
+
+    A process differentiates its own part of the risk with respect to whole parameters, of which it
+    never has more than a few in memory: each is gathered when it is read, and so are vectors that
+    are multiplied. A whole gradient is added to the parts of a sum as soon as it is there.
 
     Args:
         module: The module.
@@ -46,6 +85,11 @@ class Shards:
     Attributes:
         group: The processes that have the shards of each parameter.
         size: Their number.
+        replicas: The processes that have copies of this process's shards; ``None`` if there are
+            none.
+        params: The sharded parameters that are differentiated, by name.
+        is_sharing: Whether processes share vectors and sums, see ``product``.
+        has_added: Whether something was added to the present columns of sums.
 
     Raises:
         TypeError: If a parameter is sharded in another way than along its first axis over one group
@@ -54,10 +98,10 @@ class Shards:
 
     def __init__(self, module: nn.Module, sharded: Mapping[str, Any]):
         _check_modules(module)
-        groups = {name: _group_of(name, parameter) for name, parameter in sharded.items()}
-        self.group = next(iter(groups.values()))
+        groups = {name: _groups_of(name, parameter) for name, parameter in sharded.items()}
+        self.group, self.replicas = next(iter(groups.values()))
         self._ranks = distributed.get_process_group_ranks(self.group)
-        for name, group in groups.items():
+        for name, (group, _) in groups.items():
             if distributed.get_process_group_ranks(group) != self._ranks:
                 raise TypeError(
                     f"'{name}' is sharded over other processes than '{next(iter(groups))}'. Call "
@@ -69,6 +113,10 @@ class Shards:
         self._latest: tuple[int, Tensor] | None = None  # a module may read it several times
         #: The numbers of gathered parameters that are in memory, and their dtypes.
         self._gathered: WeakKeyDictionary[Any, tuple[int, torch.dtype]] = WeakKeyDictionary()
+        self.params: dict[str, Any] = {}
+        self._vectors: Columns = {}
+        self._sums: Columns = {}
+        self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
         self.find()
 
     @classmethod
@@ -80,10 +128,11 @@ class Shards:
         return cls(module, sharded) if sharded else None
 
     def check_processes(self, group: Any) -> None:
-        """Refuse a group of processes that lacks some with shards.
+        """Refuse a group of processes that lacks some with shards, or has some of other models.
 
         Raises:
-            ValueError: If there are several processes, and ``group`` does not have all.
+            ValueError: If there are several processes, and ``group`` does not have all; or if
+                parameters that are differentiated have no shards or replicas on some of its.
         """
         ranks = [] if group is None else distributed.get_process_group_ranks(group)
         if self.size > 1 and not set(self._ranks) <= set(ranks):
@@ -91,6 +140,13 @@ class Shards:
                 f"The model is sharded over the processes {self._ranks}, which compute together. "
                 "Pass the group of all processes as process_group, and to each its part of the "
                 "data."
+            )
+        num_copies = 1 if self.replicas is None else self.replicas.size()
+        if self.params and len(ranks or self._ranks) != self.size * num_copies:
+            raise ValueError(
+                f"process_group has {len(ranks)} processes, but the parameters are sharded over "
+                f"{self.size}, with {num_copies} copies. For copies on the other processes, call "
+                "fully_shard with a device mesh of two axes, for replicas and shards."
             )
 
     # --- rounds
@@ -109,35 +165,82 @@ class Shards:
         finally:
             self._depth -= 1
             if not self._depth:
-                self._latest = None
+                self.forget()
 
     def settle(self) -> None:
-        """Take part in the gathers of other processes until none needs a parameter any more."""
+        """Serve the requests of other processes until none has any more."""
         if not self.is_open:
             return
-        self._latest, is_found = None, False
+        self.forget()
+        is_found = False
         with _plain_calls():
-            while (wanted := self._round(_NONE)) != [_NONE]:
+            while (requests := self._round(_NOTHING)) != [_NOTHING]:
                 if not is_found:
                     self.find()
                     is_found = True
-                for number in wanted:
-                    if number != _NONE:
-                        self._gather(number, self._empty(number))
+                for request in requests:
+                    self._serve(request)
 
-    def _round(self, number: int) -> list[int]:
-        """Say which parameter this process needs; return what all say, each number once."""
+    def _round(self, own: Request) -> list[Request]:
+        """Say what this process requests; return what all request, each request once."""
         if self.size == 1:
-            return [number]
+            return [own]
         if not self.is_open:
             raise RuntimeError(
                 "A model with sharded parameters was evaluated where other processes may not "
                 "evaluate theirs. Report this as a bug."
             )
         kind = {"dtype": torch.int64, "device": self._device}
-        own, every = torch.tensor([number], **kind), torch.empty(self.size, **kind)
-        all_gather(every, own, self.group)
-        return sorted(set(every.tolist()))
+        every = torch.empty(self.size * len(own), **kind)
+        all_gather(every, torch.tensor(own, **kind), self.group)
+        return sorted({Request(*numbers) for numbers in every.view(self.size, -1).tolist()})
+
+    def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
+        """Return what this process requests, given its own tensor for it, see ``_serve``."""
+        for request in self._round(own):
+            if request == own:
+                found = self._serve(request, tensor)
+            else:
+                self._serve(request)
+        return found
+
+    def _serve(self, request: Request, tensor: Tensor | None = None) -> Tensor | None:
+        """Take part in the collective of a request.
+
+        Args:
+            request: The request.
+            tensor: Memory for what is gathered, or what this process adds to the sum. Default: any
+                memory, or zeros.
+        """
+        kind, number, first, stop = request
+        if kind == Kind.NOTHING:
+            return None
+        if kind == Kind.PARAMETER:
+            local = self._tensors[number].to_local()
+            return self._gather(local, self._empty(number) if tensor is None else tensor)
+        name, parameter = list(self.params.items())[number]
+        local = parameter.to_local()
+        # the axis of columns is the last one here
+        shape = stop - first, *local.shape
+        if kind == Kind.VECTORS:
+            vectors = self._vectors.get(name)
+            rows = self._zeros(shape) if vectors is None else vectors[first:stop]
+            rows = rows.movedim(0, -1)
+            return self._gather(rows, self._whole(parameter, rows))
+        sums = self._sums.get(name)
+        out = self._zeros(shape) if sums is None else sums[first:stop]
+        total = self._whole(parameter, out.movedim(0, -1))
+        if tensor is None:
+            total.zero_()
+        else:
+            total[: len(parameter)], total[len(parameter) :] = tensor.movedim(0, -1), 0
+        part = total.new_empty(len(total) // self.size, *total.shape[1:])
+        reduce_scatter(part, total, self.group)
+        out += part[: len(local)].movedim(-1, 0)
+        return None
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     # --- gathers
 
@@ -168,57 +271,152 @@ class Shards:
         """Return a parameter, of its full shape."""
         if self._latest is not None and self._latest[0] == number:
             return self._latest[1]
+        self.forget()
         with _plain_calls():
             # before the round: after an error here, other processes are still served
-            full = self._empty(number)
-            for wanted in self._round(number):
-                if wanted != _NONE:
-                    self._gather(wanted, full if wanted == number else self._empty(wanted))
+            full = self._ask(Request(Kind.PARAMETER, number), self._empty(number))
             full = with_attributes(full[: len(self._tensors[number])], self._tensors[number])
             self._gathered[full.untyped_storage()] = number, full.dtype
         self._latest = number, full
         return full
 
-    def _empty(self, number: int) -> Tensor:
-        """Return memory for all shards of a parameter, which are padded to the same length."""
-        parameter = self._tensors[number]
-        length = -(-len(parameter) // self.size) * self.size
-        return parameter.to_local().new_empty(length, *parameter.shape[1:])
+    def forget(self) -> None:
+        """Free the parameter that was gathered last, if nothing else has it."""
+        self._latest = None
 
-    def _gather(self, number: int, full: Tensor) -> None:
-        local, length = self._tensors[number].to_local(), len(full) // self.size
+    def _empty(self, number: int) -> Tensor:
+        parameter = self._tensors[number]
+        return self._whole(parameter, parameter.to_local())
+
+    def _whole(self, parameter: Any, local: Tensor) -> Tensor:
+        """Return memory for the parts of all processes, which are padded to the same length."""
+        length = -(-len(parameter) // self.size) * self.size
+        return local.new_empty(length, *local.shape[1:])
+
+    def _gather(self, local: Tensor, full: Tensor) -> Tensor:
+        """Write the parts of all processes, which are padded, one after the other."""
+        length = len(full) // self.size
         if len(local) < length:
             padding = local.new_zeros(length - len(local), *local.shape[1:])
             local = torch.cat([local, padding])
         all_gather(full, local.contiguous(), self.group)
+        return full
+
+    # --- derivatives
+
+    def differentiate(self, params: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Say which parameters are differentiated, and the dtype of vectors and sums."""
+        self.params, self.dtype = dict(params), dtype
+        self._order = {name: number for number, name in enumerate(params)}
+        self._names = {id(parameter): name for name, parameter in params.items()}
+
+    @contextmanager
+    def product(self, vectors: Columns, sums: Columns) -> Iterator[None]:
+        """Let all processes gather vectors, and add gradients to sums, until all are done.
+
+        Args:
+            vectors: The parts of the vectors that are multiplied, ``[K, *part]``.
+            sums: The parts of the sums, ``[K, *part]``, to which is added in place.
+        """
+        self._vectors, self._sums, self._columns = vectors, sums, slice(0, 1)
+        self.is_sharing = True
+        try:
+            yield
+        finally:
+            self.settle()  # after an error, too: others wait for this process
+            self._vectors, self._sums, self.is_sharing = {}, {}, False
+
+    def at_columns(self, columns: slice) -> None:
+        """Say which columns of vectors and sums the next backward pass is for."""
+        self._columns, self.has_added = columns, False
+
+    def cotangents(self, columns: Columns, dtypes: Mapping[str, torch.dtype]) -> Columns:
+        """Return columns in which zeros without memory stand for parts of vectors."""
+        zeros = {n: torch.zeros((), dtype=dtypes[n], device=x.device) for n, x in columns.items()}
+        return {
+            n: zeros[n].expand(len(x), *self.params[n].shape) if n in self.params else x
+            for n, x in columns.items()
+        }
+
+    def vectors(self, name: str) -> Tensor:
+        """Return the present columns of the vectors for a parameter, ``[k, *shape]``."""
+        parameter = self.params[name]
+        with _plain_calls():
+            full = self._ask(self._request(Kind.VECTORS, name))
+            return full[: len(parameter)].movedim(-1, 0)
+
+    def whole_vectors(self, name: str, part: Tensor) -> Tensor:
+        """Return all columns of the vectors for a parameter, given this process's part."""
+        if name not in self.params:
+            return part
+        self.at_columns(slice(0, len(part)))
+        return self.vectors(name)
+
+    def add(self, name: str, gradients: Tensor) -> None:
+        """Add gradients of a whole parameter, ``[k, *shape]``, to the present columns of sums."""
+        self.has_added = True
+        with _plain_calls():
+            self._ask(self._request(Kind.SUM, name), gradients)
+
+    def _request(self, kind: Kind, name: str) -> Request:
+        return Request(kind, self._order[name], self._columns.start, self._columns.stop)
 
     # --- evaluations
 
-    def table(self, contents: Mapping[str, Tensor | None]) -> "GatheringTable":
-        """Return a module's table of parameters, which gathers a sharded one when it is read."""
-        return GatheringTable(contents, self)
+    def table(
+        self, contents: Mapping[str, Tensor | None], leaves: Mapping[int, Tensor]
+    ) -> "GatheringTable":
+        """Return a module's table of parameters, which gathers a sharded one when it is read.
 
-    def whole(self, tensor: Tensor | None) -> Tensor | None:
-        """Return the parameter of full shape for a sharded one, any other tensor unchanged."""
+        Args:
+            contents: The parameters by name.
+            leaves: See ``read``.
+        """
+        return GatheringTable(contents, self, leaves)
+
+    def read(self, tensor: Tensor | None, leaves: Mapping[int, Tensor]) -> Tensor | None:
+        """Return the parameter of full shape for a sharded one, any other tensor unchanged.
+
+        Args:
+            tensor: The parameter, or another tensor.
+            leaves: What stands for some sharded parameters in graphs, by the parameter's id.
+        """
         number = self._numbers.get(id(tensor))
-        return tensor if number is None else self.gather(number)
+        if number is None:
+            return tensor
+        full, leaf = self.gather(number), leaves.get(id(tensor))
+        if leaf is None or not leaf.requires_grad:
+            return full
+        name, is_summed = self._names[id(tensor)], getattr(leaf, "is_summed", False)
+        gathered_from = ShardedParameter(leaf, self, name, number, is_summed)
+        with torch.enable_grad(), without_torch_function():
+            values = with_attributes(Gather.apply(full, *gathered_from), tensor)
+        values.gathered_from = gathered_from
+        return values
 
     def saved_by_number(self) -> AbstractContextManager:
         """Return a context in which autograd saves gathered parameters by their numbers."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> "Tensor | SavedParameter":
-        try:
-            number, dtype = self._gathered.get(x.untyped_storage(), (_NONE, x.dtype))
-        except RuntimeError:  # it has no memory of its own
-            return x
-        if number == _NONE or dtype != x.dtype:
-            return x
-        return SavedParameter(number, tuple(x.shape), x.stride(), x.storage_offset())
+        saved = self.saved(x)
+        return x if saved is None else saved
 
     def _unpack(self, saved: "Tensor | SavedParameter") -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        return saved if isinstance(saved, Tensor) else self.restored(saved)
+
+    def saved(self, x: Tensor) -> "SavedParameter | None":
+        """Return how to get a view of a gathered parameter again, ``None`` for other tensors."""
+        try:
+            found = self._gathered.get(x.untyped_storage())
+        except RuntimeError:  # it has no memory of its own
+            return None
+        if found is None or found[1] != x.dtype:
+            return None
+        return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
+
+    def restored(self, saved: "SavedParameter") -> Tensor:
+        """Gather a parameter again; return the view of it that was saved."""
         full = self.gather(saved.number)
         with _plain_calls():
             return full.as_strided(saved.shape, saved.strides, saved.offset)
@@ -239,18 +437,24 @@ class GatheringTable(dict):
     Args:
         contents: The parameters by name.
         shards: The sharded ones.
+        leaves: See ``Shards.read``.
     """
 
-    def __init__(self, contents: Mapping[str, Tensor | None], shards: Shards):
+    def __init__(
+        self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[int, Tensor]
+    ):
         super().__init__(contents)
-        self._shards = shards
+        self._shards, self._leaves = shards, leaves
 
     def __getitem__(self, name: str) -> Tensor | None:
-        return self._shards.whole(super().__getitem__(name))
+        return self._read(super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a parameter, or a default."""
-        return self._shards.whole(super().get(name, default))
+        return self._read(super().get(name, default))
+
+    def _read(self, tensor: Any) -> Any:
+        return self._shards.read(tensor, self._leaves)
 
     def values(self) -> Any:
         """Yield the parameters one by one."""
@@ -271,13 +475,14 @@ def _plain_calls() -> Iterator[None]:
 # --- what is refused
 
 
-def _group_of(name: str, parameter: Any) -> Any:
-    """Return the processes that have the shards of a parameter."""
+def _groups_of(name: str, parameter: Any) -> tuple[Any, Any]:
+    """Return the processes that have the shards of a parameter, and those with the same shard."""
     from torch.distributed.tensor import Replicate, Shard
 
     placements, mesh = parameter.placements, parameter.device_mesh
     sharded = [axis for axis, x in enumerate(placements) if type(x) is not Replicate]
-    if len(sharded) != 1 or placements[sharded[0]] != Shard(0):
+    others = [axis for axis in range(mesh.ndim) if axis not in sharded]
+    if len(sharded) != 1 or placements[sharded[0]] != Shard(0) or len(others) > 1:
         raise TypeError(
             f"'{name}' has the placements {list(placements)}. Supported are parameters that "
             f"fully_shard shards along their first axis over one axis of the mesh. {_WHOLE}"
@@ -287,7 +492,7 @@ def _group_of(name: str, parameter: Any) -> Any:
             f"'{name}' is offloaded to {parameter.to_local().device}, which is not supported: omit "
             "offload_policy in fully_shard."
         )
-    return mesh.get_group(sharded[0])
+    return mesh.get_group(sharded[0]), mesh.get_group(others[0]) if others else None
 
 
 def _check_modules(module: nn.Module) -> None:

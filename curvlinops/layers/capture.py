@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.autodiff.scattering import leaf_of, stand_in, with_history
+from curvlinops.autodiff.sharding import SavedParameter, Shards
 from curvlinops.layers.batch_axis import Call, UseKey, candidates
 from curvlinops.layers.decompositions import COMPOSED
 from curvlinops.layers.gradients import Entries
@@ -189,9 +191,11 @@ class RecordedUse:
         call: The call.
         argument: The position or the name of the argument.
         use: The way in which the call's output depends on it.
-        tensor: The argument that the model passed: a parameter, or a function of parameters.
+        tensor: The argument that the model passed: a parameter, or a function of parameters. One
+            that was gathered has no values here.
         copy: The copy without history that the call got. Autograd's gradient with respect to it
-            is the sum of this use's gradients.
+            is the sum of this use's gradients. One of a gathered tensor has no values here.
+        is_gathered: Whether the argument is a view of a parameter that was gathered.
         view_of: Its entries of a parameter, ``None`` if it is another function.
         lookup: The lookup whose rows the tensor is a function of, row by row; ``None`` without one.
         output: The call's output, the same for all tensors that it got.
@@ -207,6 +211,7 @@ class RecordedUse:
     use: Use
     tensor: Tensor
     copy: Tensor
+    is_gathered: bool
     view_of: ViewOf | None
     lookup: LookedUp | None
     output: CallOutput
@@ -259,6 +264,7 @@ class _Known:
         view: For a function of parameters: its entries of one, if it is a view.
         origin: The call that returned the function.
         recomputed: The same function, computed again from recorded calls.
+        released: The same function without values, if it is a view of a gathered parameter.
     """
 
     tensor: ref
@@ -267,6 +273,7 @@ class _Known:
     view: ViewOf | None = None
     origin: _Origin | None = None
     recomputed: Tensor | None = None
+    released: Tensor | None = None
 
 
 class Capture(TorchFunctionMode):
@@ -280,10 +287,14 @@ class Capture(TorchFunctionMode):
     such a tensor meets data in a call without an axis of length N, the calls that made it are
     replayed and recorded, with constants as data, so that its expansion becomes the use.
 
+    Views of gathered parameters are not kept. In their places are tensors with the same history and
+    without values, and if calls are replayed, the parameters are gathered again.
+
     Args:
         parameters: The parameters.
         data: The tensors of the batch; if there are none, no tensor is known to be constant.
         num_samples: How many samples the batch has; ``None`` if that is not evident.
+        shards: The parameters that are gathered when the model reads them.
 
     Attributes:
         uses: The recorded uses, in the order of the calls.
@@ -295,9 +306,15 @@ class Capture(TorchFunctionMode):
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], data: Sequence[Tensor], num_samples: int | None
+        self,
+        parameters: Mapping[str, Tensor],
+        data: Sequence[Tensor],
+        num_samples: int | None,
+        shards: Shards | None = None,
     ):
         super().__init__()
+        self._shards = shards
+        self._released: dict[int, tuple[Tensor, SavedParameter]] = {}
         self._knows_data = bool(data)
         self._known: dict[int, _Known] = {}
         for x in data:
@@ -331,7 +348,10 @@ class Capture(TorchFunctionMode):
         known = self._known.get(id(x))
         if known is not None and known.tensor() is x:
             return known.role if known.version in (None, version_of(x)) else Role.DATA
-        is_computed = x.requires_grad and not x.is_leaf
+        if (read := self._function(leaf_of(x))) is not None:  # of this evaluation
+            self._know(x, Role.FUNCTION, read.view).version = None
+            return Role.FUNCTION
+        is_computed = x.requires_grad and not x.is_leaf and leaf_of(x) is None
         if is_computed or not self._knows_data:
             return Role.DATA
         return self._know(x, Role.CONSTANT).role
@@ -417,16 +437,48 @@ class Capture(TorchFunctionMode):
                 return func(*args, **{key: data.get(key, x) for key, x in kwargs.items()})
         call = func, self._calls[func]
         self._calls[func] += 1
-        copies = {key: x.detach().requires_grad_() for key, x in recorded.items()}
-        args = tuple(copies.get(position, x) for position, x in enumerate(args))
-        out = func(*args, **{key: copies.get(key, x) for key, x in kwargs.items()})
+        copies, given = dict[int | str, Tensor](), dict[int | str, Tensor]()
+        sources = {key: self._without_values(x) for key, x in recorded.items()}
+        for key, x in recorded.items():
+            values = x.detach()
+            if sources[key] is x:
+                copies[key] = given[key] = values.requires_grad_()
+            else:  # the graph keeps the copy
+                copies[key] = stand_in(x).requires_grad_()
+                given[key] = with_history(values, copies[key])
+        args = tuple(given.get(position, x) for position, x in enumerate(args))
+        out = func(*args, **{key: given.get(key, x) for key, x in kwargs.items()})
         output = CallOutput(out, list(constant.values()))
         for key, x in recorded.items():
-            view, lookup = functions[key].view, self._lookup(x)
+            view, lookup, source = functions[key].view, self._lookup(x), sources[key]
+            is_gathered = source is not x
             self.uses.append(
-                RecordedUse(call, key, uses[key], x, copies[key], view, lookup, output)
+                RecordedUse(
+                    *(call, key, uses[key], source, copies[key], is_gathered, view, lookup, output)
+                )
             )
         return out
+
+    def _without_values(self, x: Any) -> Any:
+        """Return a view of a gathered parameter without its memory, anything else unchanged."""
+        if self._shards is None or (known := self._function(x)) is None:
+            return x
+        if known.released is None and (saved := self._shards.saved(x)) is not None:
+            known.released = leaf_of(x)
+            if known.released is None:
+                known.released = with_history(stand_in(x), x)
+                self._know(known.released, Role.FUNCTION, known.view, known.origin)
+            self._released[id(known.released)] = known.released, saved
+        return x if known.released is None else known.released
+
+    def _with_values(self, x: Any) -> Any:
+        """Return the view of a gathered parameter of which ``x`` is the result without memory."""
+        if id(x) not in self._released:
+            return x
+        source, saved = self._released[id(x)]
+        known, values = self._function(source), with_history(self._shards.restored(saved), source)
+        self._know(values, Role.FUNCTION, known.view, known.origin)
+        return values
 
     def _fits(self, use: Use) -> bool:
         """Return whether the axes that number a use's rows may number samples."""
@@ -451,6 +503,7 @@ class Capture(TorchFunctionMode):
 
     def _recompute(self, x: Tensor, origin: _Origin) -> Tensor:
         func, args, kwargs, position = origin
+        args, kwargs = map_leaves((args, kwargs), self._with_values)
         rule = None if _is_constant_index(func, args) else RULES.get(func)
         repeats = any(self._function(y) is None for y in leaves((args, kwargs)))
         uses = rule(args, kwargs).values() if rule and (repeats or rule.repeats) else ()
@@ -486,6 +539,8 @@ class Capture(TorchFunctionMode):
         out = func(*args, **kwargs)
         inputs = {id(x) for x in leaves((args, kwargs))}
         views = self._views_after(func, args, kwargs, out)
+        if self._shards is not None:
+            args, kwargs = map_leaves((args, kwargs), self._without_values)
         for position, x in enumerate(leaves(out)):
             if not x.requires_grad:
                 if self._knows_data:

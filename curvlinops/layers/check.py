@@ -1,13 +1,12 @@
 """Checks of rules: the gradients of samples have to add up to autograd's gradient."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.support.norms import double_norm
-
-Tensors = Mapping[str, Tensor]
 
 #: Relative error up to which two gradients agree that were computed in a dtype. With the samples
 #: of another axis, about half of the rows have another sign.
@@ -49,41 +48,51 @@ def weighted(u: Tensor, r: Tensor) -> Tensor:
     return u * r.reshape(-1, *(1,) * (u.ndim - 1))
 
 
-def norms(tensors: Tensors) -> dict[str, float]:
-    """Return the norm of each tensor, in float64."""
-    return {name: float(double_norm(x)) for name, x in tensors.items()}
-
-
-def disagreeing(
-    sums: Tensors,
-    summands: Callable[[], Tensors],
-    truth: Tensors,
-    sizes: Mapping[str, float],
-    dtype: torch.dtype,
-    eps: float,
-) -> list[str]:
-    """Return the parameters for which two sums differ.
+class Comparison:
+    """Compares sums of gradients with autograd's, one after the other.
 
     Args:
-        sums: The rules' sums. Missing ones are zero.
-        summands: Returns the sums of the absolute values of the summands of ``sums``; called only
-            if errors are not small anyway.
-        truth: Autograd's sums.
-        sizes: Their norms.
-        dtype: The least precise one in which gradients are computed.
+        dtype: The least precise dtype in which gradients are computed.
         eps: The relative rounding error of the output's dtype.
+
+    Attributes:
+        sizes: The norms of autograd's sums.
     """
-    tolerance, tiny = tolerance_of(dtype), torch.finfo(torch.float32).tiny
-    slack = max(NOISE * rounding_of(dtype) * max(sizes.values(), default=0.0), 1e-12)
-    bounds = {name: tolerance * (size + tiny) + slack for name, size in sizes.items()}
-    errors = dict(sizes)
-    for name in sums.keys() & truth.keys():
-        errors[name] = float(double_norm(sums[name].to(truth[name].device) - truth[name]))
-    wrong = [name for name, error in errors.items() if not error <= bounds[name]]
-    if not wrong:
-        return []
-    # sums that cancel leave rounding errors, also those of a softmax in float32
-    noise = max(0.01 * tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
-    absolute = summands()
-    totals = norms({name: absolute[name] for name in wrong if name in absolute})
-    return [n for n in wrong if not errors[n] <= bounds[n] + noise * totals.get(n, 0.0)]
+
+    def __init__(self, dtype: torch.dtype, eps: float):
+        self._dtype, self._tolerance = dtype, tolerance_of(dtype)
+        # sums that cancel leave rounding errors, also those of a softmax in float32
+        self._noise = max(0.01 * self._tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
+        self.sizes: dict[Hashable, float] = {}
+        self._errors: dict[Hashable, float] = {}
+        self._bounds: dict[Hashable, float] = {}
+
+    def add(
+        self,
+        key: Hashable,
+        sums: Tensor | None,
+        truth: Tensor,
+        summands: Callable[[], Tensor | None],
+    ) -> None:
+        """Compare one sum.
+
+        Args:
+            key: Its key.
+            sums: The sum of the rule's gradients; ``None`` if it is zero.
+            truth: Autograd's sum.
+            summands: Returns the sum of the absolute values of the summands of ``sums``; called
+                only if errors are not small anyway.
+        """
+        size = error = float(double_norm(truth))
+        if sums is not None:
+            error = float(double_norm(sums.to(truth.device) - truth))
+        bound = self._tolerance * (size + torch.finfo(torch.float32).tiny)
+        if not error <= bound and (total := summands()) is not None:
+            bound += self._noise * float(double_norm(total))
+        self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
+
+    def wrong(self) -> list[Any]:
+        """Return the keys of the sums that differ."""
+        largest = max(self.sizes.values(), default=0.0)
+        slack = max(NOISE * rounding_of(self._dtype) * largest, 1e-12)
+        return [k for k, error in self._errors.items() if not error <= self._bounds[k] + slack]

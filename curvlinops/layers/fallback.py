@@ -6,14 +6,14 @@ takes time quadratic in the number of samples.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import vjp_columns
-from curvlinops.layers.check import disagreeing, norms, sample_weights, tolerance_of
+from curvlinops.layers.check import Comparison, sample_weights, tolerance_of
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.batch_problem import BatchProblem
@@ -25,6 +25,27 @@ from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
+
+
+def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[str, str]) -> None:
+    """Refuse sharded parameters whose gradients are computed sample by sample.
+
+    Args:
+        problem: The model on a batch.
+        names: The parameters.
+        reasons: Why they are.
+
+    Raises:
+        NotImplementedError: If one of them is sharded.
+    """
+    for name in names:
+        if name in problem.model.sharded:
+            reason = reasons.get(name, "it is not known to which samples its layer's rows belong")
+            raise NotImplementedError(
+                f"Parameter '{name}' is sharded, and its gradients of single samples cannot be "
+                f"computed layer by layer: {reason}. Leave it out of params, or write a rule for "
+                "the call (see the page Extending)."
+            )
 
 
 class UnequalRowsError(ValueError):
@@ -218,13 +239,11 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     def total(x: Tensor) -> Tensor:
         return torch.einsum("vn...,n->v...", x, r[task.samples].to(x))
 
-    sums = {name: total(x) for name, x in gradients.items()}
     dtype = task.output.dtype
-
-    def summands() -> Columns:
-        return {name: total(x.abs()) for name, x in gradients.items()}
-
-    if disagreeing(sums, summands, truth, norms(truth), dtype, torch.finfo(dtype).eps):
+    comparison = Comparison(dtype, torch.finfo(dtype).eps)
+    for name, x in gradients.items():
+        comparison.add(name, total(x), truth[name], lambda x=x: total(x.abs()))
+    if comparison.wrong():
         raise ValueError("samples alone have other gradients.")
 
 
@@ -275,6 +294,8 @@ class LossesOneByOne:
 
     def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece], Tensor]:
         """Return a batch's number of samples, the gradients of some at a time, and its weight."""
+        names = problem.space.names
+        check_layers(problem, names, dict.fromkeys(names, _reason(problem)))
         self._say(problem)
         output = evaluate(problem)
         num_samples = problem.samples_of(output)

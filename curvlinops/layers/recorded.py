@@ -7,7 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import batched_vjp, in_chunks, vjp, vjp_columns
+from curvlinops.autodiff.backward import (
+    batched_vjp,
+    gradient_behind,
+    in_chunks,
+    vjp,
+    vjp_columns,
+)
 from curvlinops.autodiff.evaluation import check_graph
 from curvlinops.layers.batch_axis import (
     ALL_ROWS,
@@ -21,14 +27,13 @@ from curvlinops.layers.batch_axis import (
     to_front,
 )
 from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
-from curvlinops.layers.check import disagreeing, norms, probe, sample_weights, weighted
+from curvlinops.layers.check import Comparison, probe, sample_weights, weighted
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
     PerSampleGradient,
     PulledBackGradient,
     sum_of,
-    total,
 )
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.risk.batch_problem import BatchProblem
@@ -68,7 +73,8 @@ class BackwardPass(NamedTuple):
     Attributes:
         outputs: The gradient at each use's output, ``[V, *output]``.
         copies: Autograd's gradient with respect to the copy that each call got, ``[V, *tensor]``;
-            empty if not asked for.
+            empty if not asked for. Those of gathered parameters would fill the memory, and are
+            computed one by one.
     """
 
     outputs: dict[RecordedUse, Tensor]
@@ -100,7 +106,8 @@ class RecordedBatch:
         self._leaves = parameters if noise is None else _perturbed(parameters, noise)
         self._evaluation = problem.evaluation(self._leaves, "once")
         tracked = {name: self._leaves[name] for name in names}
-        capture = Capture(tracked, leaves(problem.batch.X), problem.length_of_samples)
+        shards = problem.model.shards
+        capture = Capture(tracked, leaves(problem.batch.X), problem.length_of_samples, shards)
         with capture, self._evaluation.active():
             output = problem.output(self._evaluation)
         with torch.enable_grad():
@@ -188,9 +195,11 @@ class RecordedBatch:
         uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         inputs = {use.output: use.output.edge for use in uses}
-        inputs |= {use: use.copy for use in uses} if with_copies else {}
-        # several vectors may need one pass each
-        retain, chunks = not (last and len(u) == 1 and self._problem.can_substitute), []
+        together = [use for use in uses if with_copies and not use.is_gathered]
+        inputs |= {use: use.copy for use in together}
+        # several vectors may need one pass each, and so do copies that are not computed here
+        is_last = last and len(u) == 1 and not (with_copies and len(together) < len(uses))
+        retain, chunks = not (is_last and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
                 chunks = [
@@ -202,7 +211,7 @@ class RecordedBatch:
         }
         copies = {
             use: torch.cat([_or_zeros(chunk[use], use.copy) for chunk in chunks])
-            for use in (uses if with_copies and chunks else ())
+            for use in (together if chunks else ())
         }
         return BackwardPass({use: arrived[use.output] for use in uses}, copies)
 
@@ -253,44 +262,44 @@ class RecordedBatch:
             The parameters for which they differ, and those whose gradients are zero, so that the
             comparison shows nothing.
         """
-        truth = self._autograd_sums(one.copies)
-        sizes, eps = norms(truth), torch.finfo(self.output.dtype).eps
-        sums = self._sums(one.outputs)
-        summands = partial(self._sums, one.outputs, absolute=True)
-        wrong = disagreeing(sums, summands, truth, sizes, self.precision, eps)
-        return wrong, {name for name, size in sizes.items() if size == 0}
+        comparison = Comparison(self.precision, torch.finfo(self.output.dtype).eps)
+        shards = self._problem.model.shards
+        for use in self.uses:
+            truths = self._autograd_sums(use, one)
+            if shards is not None:
+                shards.forget()
+            for name, truth in truths.items():
+                sums = partial(self._sum, use, name, one.outputs[use])
+                comparison.add((name, use), sums(), truth, partial(sums, absolute=True))
+        wrong = dict.fromkeys(name for name, _ in comparison.wrong())
+        sizes = comparison.sizes.items()
+        nonzero = {name for (name, _), size in sizes if size != 0}
+        return list(wrong), {name for (name, _), _ in sizes}.difference(nonzero)
 
-    def _autograd_sums(self, copies: Mapping[RecordedUse, Tensor]) -> dict[str, Tensor]:
-        """Return autograd's gradients with respect to parameters, given those of the copies."""
-        functions: dict[int, Tensor] = {}
-        cotangents: dict[int, Tensor] = {}
-        summands: dict[str, list[Tensor]] = {}
-        for number, (use, (gradient,)) in enumerate(copies.items()):
-            (name, leaf), *_ = use.origins.items()
-            if use.tensor is leaf:
-                summands.setdefault(name, []).append(gradient)
-            else:
-                functions[number], cotangents[number] = use.tensor, gradient
-        origins = {name: self._leaves[name] for use in copies for name in use.origins}
-        pulled: dict[str, Tensor | None] = {}
-        if functions:
-            with self._evaluation.active():  # inputs of closures require gradients only inside
-                pulled = vjp(functions, cotangents, origins)
-        for name, leaf in origins.items():
-            if pulled.get(name) is not None:
-                summands.setdefault(name, []).append(pulled[name])
-            summands.setdefault(name, [torch.zeros_like(leaf)])
-        return {name: total(gradients) for name, gradients in summands.items()}
+    def _autograd_sums(self, use: RecordedUse, one: BackwardPass) -> dict[str, Tensor]:
+        """Return autograd's gradients of one use with respect to its parameters."""
+        if use in one.copies:
+            (gradient,) = one.copies.pop(use)
+        else:
+            with self._evaluation.active():
+                gradient = gradient_behind(use.output.edge, one.outputs[use][0], use.copy)
+        if gradient is None:
+            return {name: torch.zeros_like(leaf) for name, leaf in use.origins.items()}
+        (name, leaf), *_ = use.origins.items()
+        if use.tensor is leaf:
+            return {name: gradient}
+        origins = {name: self._leaves[name] for name in use.origins}
+        with self._evaluation.active():  # inputs of closures require gradients only inside
+            pulled = vjp({"": use.tensor}, {"": gradient}, origins)
+        return {n: torch.zeros_like(origins[n]) if x is None else x for n, x in pulled.items()}
 
-    def _sums(
-        self, outputs: Mapping[RecordedUse, Tensor], absolute: bool = False
-    ) -> dict[str, Tensor]:
-        """Return the sums of gradients over all rows; no use is kept in memory."""
-        sums: dict[str, Tensor] = {}
-        for contribution in self._of_uses(dict(outputs), by_sample=False, absolute=absolute):
-            name, gradient = contribution.name, contribution.gradient.sum_over_samples()[0]
-            sums[name] = sums[name] + gradient if name in sums else gradient
-        return sums
+    def _sum(
+        self, use: RecordedUse, name: str, outputs: Tensor, absolute: bool = False
+    ) -> Tensor | None:
+        """Return the sum of one use's gradients over all rows."""
+        gradients = self._of_uses({use: outputs}, by_sample=False, absolute=absolute)
+        found = (x.gradient.sum_over_samples()[0] for x in gradients if x.name == name)
+        return next(found, None)
 
     # --- gradients of samples
 
@@ -343,7 +352,8 @@ class RecordedBatch:
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
         shared: dict[tuple, tuple[Tensor, Tensor]] = {}
-        for recorded in self.uses:
+        uses = self.uses if len(outputs) > 1 else list(outputs)
+        for recorded in [use for use in uses if use in outputs]:
             use, is_assigned = recorded.use, by_sample and recorded.rows is not None
             pattern, count = (recorded.rows, self.num_samples) if is_assigned else (ALL_ROWS, 1)
             num_axes = len(use.row_shape)

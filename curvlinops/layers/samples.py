@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops.layers.batch_axis import UseKey
 from curvlinops.layers.capture import RecordedUse
 from curvlinops.layers.check import probe, tolerance_of
-from curvlinops.layers.fallback import OneByOne
+from curvlinops.layers.fallback import OneByOne, check_layers
 from curvlinops.layers.gradients import BYTES, Piece
 from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
 from curvlinops.layers.rules import RuleError
@@ -150,6 +150,8 @@ class SampleGradients:
         names = [name for name in self._problem.space.names if name in names]
         if not names:  # nothing keeps the graph in memory
             return iter(())
+        if len(self.output):
+            check_layers(self._problem, names, self._rules.fallbacks)
         return self._fallback.gradients(self._problem, *self._whole, u, names)
 
 
@@ -319,7 +321,7 @@ class SampleBackward:
         if not self._allow_unassigned:
             self._use_fallback(unassigned, "its gradients could not be assigned to samples")
             batch.drop(self.fallbacks)
-        elif problem.can_substitute:
+        elif problem.can_substitute and not problem.model.sharded:
             for seed in range(_NUM_PERTURBED):
                 if not (open_uses := [use for use in uses if use.possible]):
                     break

@@ -13,6 +13,7 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vector_gradients import product_with_graph
 from curvlinops.linear_operator.vectors import (
     Array,
+    check_finite,
     is_followed,
     is_native,
     is_scalar,
@@ -249,6 +250,15 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         columns, from_columns = to_columns(x, domain)
         return from_columns(self._multiply_columns(columns, adjoint), codomain)
 
+    @in_default_modes
+    def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
+        """Multiply vectors ``[K, dim]``, of which this process may have parts."""
+        domain, codomain = self._spaces_of(adjoint)
+        rows = rows.to(domain.device, domain.dtype)
+        columns = domain.split_rows(rows)
+        check_finite(columns, rows, domain)
+        return codomain.join_rows(self._multiply_columns(columns, adjoint))
+
     def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
@@ -368,6 +378,11 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
             ValueError: If the matrix needs more than 4 GiB.
         """
         rows, columns = self.shape
+        if self.domain.is_sharded or self.codomain.is_sharded:
+            raise TypeError(
+                "The parameters are sharded, so that no process has a whole matrix. Multiply "
+                "vectors, or use eigsh, hutchinson_trace or CGInverseLinearOperator."
+            )
         size = rows * columns * self.torch_dtype.itemsize
         if size > _LARGEST_DENSE:
             raise ValueError(
@@ -597,6 +612,12 @@ class ProductLinearOperator(_Composite):
                 f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
             )
         left.domain.check_compatible(right.codomain)
+        if left.domain.is_sharded and not (left.codomain.is_sharded or right.domain.is_sharded):
+            raise TypeError(
+                "Rows belong to single processes, and parameters are sharded, so that no process "
+                "has a product of rows with rows of other processes. Use gram() for the rows of "
+                "one process, or the other order, J.T @ J."
+            )
         dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
         self.left, self.right = left._widened(dtype), right._widened(dtype)
         super().__init__(right.domain.to(dtype=dtype), left.codomain.to(dtype=dtype))

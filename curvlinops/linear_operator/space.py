@@ -1,16 +1,17 @@
 """Ordered, named tensors and their flat vector; several vectors at once as columns."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from math import isfinite, prod
+from math import inf, isfinite, prod
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.support.arguments import nearest
-from curvlinops.support.norms import double_dot, double_norm
+from curvlinops.support.norms import double_dot, double_dots, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
 
@@ -27,7 +28,15 @@ class ParameterSpace:
         dtype: The type of the vectors. May be wider than that of the tensors (bfloat16
             parameters have float32 vectors).
         device: The device of the vectors.
+
+    Attributes:
+        dim: The dimension D of the space.
+        local_shapes: The shapes of what this process has of vectors, see ``ShardedSpace``.
+        local_dim: The number of entries that this process has of a vector.
     """
+
+    #: Whether processes have parts of vectors.
+    is_sharded = False
 
     def __init__(
         self,
@@ -38,9 +47,14 @@ class ParameterSpace:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.dtype = dtype
         self.device = torch.device(device)
-        self._sizes = [prod(shape) for shape in self.shapes.values()]
+        self.dim = sum(map(prod, self.shapes.values()))
+        self.local_shapes = self._shapes_of_parts()
+        self._sizes = [prod(shape) for shape in self.local_shapes.values()]
         self._starts = dict(zip(self.shapes, accumulate(self._sizes, initial=0), strict=False))
-        self.dim = sum(self._sizes)
+        self.local_dim = sum(self._sizes)
+
+    def _shapes_of_parts(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
 
     def _record(self) -> tuple:
         return self.shapes, self.dtype, self.device
@@ -57,9 +71,7 @@ class ParameterSpace:
         Its vectors are float64 if any of the tensors is, else float32.
         """
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
-        dtype = torch.float64 if wide else torch.float32
-        return cls(shapes, dtype, next(iter(tensors.values())).device)
+        return cls(shapes, dtype_of_vectors(tensors), next(iter(tensors.values())).device)
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +86,7 @@ class ParameterSpace:
     def slice(self, name: str) -> slice:
         """Return the place of a tensor in the flat vector."""
         start = self._starts[name]
-        return slice(start, start + prod(self.shapes[name]))
+        return slice(start, start + prod(self.local_shapes[name]))
 
     # --- vectors
 
@@ -138,8 +150,11 @@ class ParameterSpace:
         return rows[0] if single else rows.T
 
     def split_rows(self, flat: Tensor) -> Columns:
-        """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible)."""
-        num_columns, shapes = flat.shape[0], self.shapes.items()
+        """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible).
+
+        Of vectors that are spread over processes, these are the parts of this process.
+        """
+        num_columns, shapes = flat.shape[0], self.local_shapes.items()
         parts = [flat] if len(self._sizes) == 1 else flat.split_with_sizes(self._sizes, 1)
         pairs = zip(shapes, parts, strict=True)
         return {
@@ -164,23 +179,23 @@ class ParameterSpace:
         if not sized or not len(first := sized[0][0]):
             return None
         num_columns, address, dtype = first.shape[0], first.data_ptr(), first.dtype
-        end = first.storage_offset() + num_columns * self.dim
+        end = first.storage_offset() + num_columns * self.local_dim
         if end > first.untyped_storage().nbytes() // first.itemsize:
             return None
         for column, size in sized:
             if (
                 column.data_ptr() != address
                 or column.dtype != dtype
-                or (num_columns > 1 and column.stride(0) != self.dim)
+                or (num_columns > 1 and column.stride(0) != self.local_dim)
                 or not (column if num_columns == 1 else column[0]).is_contiguous()
             ):
                 return None
             address += size * first.itemsize
-        return first.as_strided((num_columns, self.dim), (self.dim, 1))
+        return first.as_strided((num_columns, self.local_dim), (self.local_dim, 1))
 
     def empty(self, num_columns: int) -> Tensor:
         """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
-        return torch.empty(num_columns, self.dim, dtype=self.dtype, device=self.device)
+        return torch.empty(num_columns, self.local_dim, dtype=self.dtype, device=self.device)
 
     def lazy_empty(self, num_columns: int) -> Columns:
         """Return memory for vectors; each tensor is allocated when it is first asked for.
@@ -206,6 +221,42 @@ class ParameterSpace:
         """Return ``num_columns`` standard normal vectors."""
         return self.split_rows(self.empty(num_columns).normal_(generator=generator))
 
+    def parts(self, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what this process has of vectors, given tensors as users pass them."""
+        return vectors
+
+    def wholes(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return vectors as users get them, given what this process has of them."""
+        return parts
+
+    def vectors(self, X: Tensor) -> Any:
+        """Return vectors as users get them.
+
+        Args:
+            X: A vector ``[dim]``, or vectors ``[dim, K]``.
+
+        Returns:
+            ``X``; or if processes have parts of vectors, tensors by the names of the parameters.
+        """
+        return X
+
+    @property
+    def unsharded(self) -> "ParameterSpace":
+        """The space of whole vectors."""
+        return self
+
+    def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
+        """Return random vectors as rows, ``[num, dim]``.
+
+        Args:
+            num: Their number.
+            fill: Writes random numbers to a tensor of one axis.
+        """
+        rows = self.empty(num)
+        for row in rows:  # the numbers that are drawn at once depend on their count
+            fill(row)
+        return rows
+
     def convert(self, columns: Columns, source: "ParameterSpace") -> Columns:
         """Read vectors of ``source`` as vectors of this space.
 
@@ -230,9 +281,9 @@ class ParameterSpace:
             ValueError: If they have other names or shapes.
         """
         shapes = {name: tuple(column.shape[1:]) for name, column in columns.items()}
-        if shapes != self.shapes:
-            returned = dict(shapes.items() - self.shapes.items())
-            expected = dict(self.shapes.items() - shapes.items())
+        if shapes != self.local_shapes:
+            returned = dict(shapes.items() - self.local_shapes.items())
+            expected = dict(self.local_shapes.items() - shapes.items())
             raise ValueError(
                 f"A product has tensors of shapes {returned} behind the axis of columns, where its "
                 f"space has {expected}: _apply must return vectors of the codomain, and "
@@ -252,6 +303,8 @@ class ParameterSpace:
             raise ValueError(
                 f"Operators live on {self.device} and {other.device}. Move one with to_device()."
             )
+        if self.is_sharded or other.is_sharded:
+            self._check_parts(other)
         if self.is_flat or other.is_flat:
             return
         if list(self.shapes.values()) != list(other.shapes.values()) or (
@@ -261,6 +314,53 @@ class ParameterSpace:
                 "Operators act on different parameters, or on the same in another order: "
                 f"{self.shapes} and {other.shapes}."
             )
+
+    def _check_parts(self, other: "ParameterSpace") -> None:
+        """Check that processes have the same parts of vectors of two spaces."""
+        if self.local_shapes != other.local_shapes:
+            raise ValueError(
+                "One operator has vectors that are spread over processes, the other has whole ones."
+            )
+
+    # --- what depends on all entries of vectors, which are rows [K, dim]
+
+    def dots(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
+        return double_dots(first, second)
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
+        return double_norm(rows, 1)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Return the sums of the entries of K vectors, ``[K]``."""
+        return rows.sum(1)
+
+    def gram(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return all inner products of K and L vectors, ``[K, L]``."""
+        return first @ second.T
+
+    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
+        """Return the inner products of K vectors with those of K bases, ``[K, m]``.
+
+        Args:
+            bases: The bases, ``[K, m, dim]``.
+            rows: The vectors.
+        """
+        return torch.bmm(bases, rows.unsqueeze(2)).squeeze(2)
+
+    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``."""
+        Q, R = torch.linalg.qr(rows.T)
+        return Q.T, R
+
+    def largest(self, numbers: Tensor) -> float:
+        """Return the largest absolute value of entries of vectors."""
+        return float(torch.linalg.vector_norm(numbers, inf)) if numbers.numel() else 0.0
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is true in any process that has a part of the vectors."""
+        return flag
 
     # --- other spaces
 
@@ -289,9 +389,15 @@ class _LazyColumns(dict):
 
     def __missing__(self, name: str) -> Tensor:
         """Allocate a column."""
-        shape, space = self._space.shapes[name], self._space
+        shape, space = self._space.local_shapes[name], self._space
         self[name] = torch.empty(self._num_columns, *shape, dtype=space.dtype, device=space.device)
         return self[name]
+
+
+def dtype_of_vectors(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Return the dtype of vectors for some parameters: float64 if any of them is, else float32."""
+    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors.values())
+    return torch.float64 if is_wide else torch.float32
 
 
 # --- names

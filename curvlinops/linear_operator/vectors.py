@@ -78,6 +78,13 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
+    if space.is_sharded:
+        raise TypeError(
+            f"Parameters are sharded, so that no process has a whole vector, but got a flat "
+            f"{'array' if isinstance(x, np.ndarray) else 'tensor'}. Pass a list or dictionary of "
+            "DTensors with the parameters' placements, such as param.grad or "
+            "torch.randn_like(param). Use this package's solvers instead of SciPy's."
+        )
     flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else _from_tensor(x, space)
     if flat.ndim not in (1, 2) or len(flat) != space.dim:
         raise ValueError(
@@ -129,15 +136,16 @@ def _structure_to_columns(
             f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
     single, named = not any(counts.values()), isinstance(x, MAPPINGS)
-    columns = {name: _from_tensor(value, space) for name, value in values.items()}
+    columns = {name: _from_tensor(value, space) for name, value in space.parts(values).items()}
     columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in columns.items()}
-    check_finite(columns)
+    check_finite(columns, space=space)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
             rows = codomain.join_rows(out)
             return rows[0] if single else rows.T
         products = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
+        products = codomain.wholes(products)
         return products if named else list(products.values())
 
     return columns, from_columns
@@ -184,13 +192,22 @@ def _check_real(is_complex: bool) -> None:
         )
 
 
-def check_finite(columns: Columns, joined: Tensor | None = None) -> None:
-    """Refuse vectors that are not finite; ``joined`` has the same numbers in one tensor.
+def check_finite(
+    columns: Columns, joined: Tensor | None = None, space: ParameterSpace | None = None
+) -> None:
+    """Refuse vectors that are not finite.
+
+    Args:
+        columns: The vectors.
+        joined: The same numbers in one tensor, if there is one.
+        space: Their space, if processes may have parts of them.
 
     Raises:
         ValueError: If a value is NaN or infinite.
     """
     name = not_finite(columns, joined)
+    if space is not None and space.any(name is not None) and name is None:
+        raise ValueError("The vector contains NaN or infinite values on another process.")
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

@@ -167,6 +167,7 @@ class DataLinearOperator(TorchLinearOperator):
         weight, ranks = 0.0, self.risk.ranks
         with (
             self._together("matmat", columns, wanted=names) as columns,
+            self.risk.sharing(columns, out),
             self._linearizations(num_columns * len(both)) as applies,
         ):
             for apply in applies:
@@ -174,7 +175,7 @@ class DataLinearOperator(TorchLinearOperator):
                     V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
                     share = apply(V, products)
                 weight = weight + share
-        flat = ranks.add(flat)
+        flat = self.risk.add(flat, codomain)
         flat *= self.risk.scale(ranks.total(weight))
         self._check_finite(out, flat)
         return out
@@ -263,11 +264,15 @@ class DataLinearOperator(TorchLinearOperator):
         shared = linearization_of(self)
         details |= options | {"is_linearized": shared is not None}
         with_values = shared is None or not shared.is_synchronized
-        ranks = self.risk.ranks
-        with ranks.synchronized(self.risk, task, columns, with_values, **details) as columns:
+        ranks, common = self.risk.ranks, columns
+        if columns and self.risk.space.is_sharded:
+            # processes have different parts of the others
+            details["number of vectors"] = len(next(iter(columns.values())))
+            common = {n: x for n, x in columns.items() if n not in self.risk.model.shards.params}
+        with ranks.synchronized(self.risk, task, common, with_values, **details) as common:
             if shared is not None:
                 shared.is_synchronized = True
-            yield columns
+            yield columns and columns | common
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -298,13 +303,15 @@ class DataLinearOperator(TorchLinearOperator):
 
         Returns:
             The gradient, a list or dictionary of tensors as ``params`` is, and a scalar tensor.
+            Gradients of sharded parameters are DTensors, as these are.
         """
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
         with exclusive():
             self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
             columns, loss = self.risk.gradient_and_loss()
-        return self.risk.model.pack({name: column[0] for name, column in columns.items()}), loss
+        gradient = self.risk.space.wholes({name: x[0] for name, x in columns.items()})
+        return self.risk.model.pack(gradient), loss
 
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
         """Move the operator itself, and the user's module and loss, to another device.
@@ -343,9 +350,11 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
         """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""
-        if (name := not_finite(out, flat)) is None:
+        name = not_finite(out, flat)
+        if not self.risk.any(name is not None):
             return
-        if self.risk.loss is not None:
+        shards = self.risk.model.shards
+        if self.risk.loss is not None and not (shards is not None and shards.is_open):
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(

@@ -64,6 +64,12 @@ class EFLinearOperator(DataLinearOperator):
 
     def _from_rows(self, problem: BatchProblem) -> Apply:
         """Prepare products with ``J^T J``, J the gradients of the samples."""
+        if problem.shards is not None:
+            raise NotImplementedError(
+                "The model, or its loss, can be differentiated only once, so that products need "
+                "the gradients of all samples, which no process has of sharded parameters. Leave "
+                "them out of params."
+            )
         batch_rows = rows_of(problem, self.terms, type(self).__name__, independent=False)
         if (
             batch_rows.num_rows != batch_rows.num_samples
@@ -99,7 +105,7 @@ class EFLinearOperator(DataLinearOperator):
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
         shared, num_samples = linearization_of(self), problem.evident_samples
-        if shared is None or num_samples is None:
+        if shared is None or num_samples is None or problem.shards is not None:
             return False
         if not shared.has_room(num_samples * self.space.dim * self.space.dtype.itemsize):
             return False

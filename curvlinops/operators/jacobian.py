@@ -68,8 +68,8 @@ class JacobianLinearOperator(RowsLinearOperator):
         """Return the matrix, row by row from the gradients of all samples at once."""
         if not by_rows:
             return super()._dense(by_rows)
-        dense = self.domain.empty(self.shape[0])
-        out = self.domain.split_rows(dense)
+        dense = self.domain.unsharded.empty(self.shape[0])
+        out = self.domain.unsharded.split_rows(dense)
         with self._batches("to_dense") as batches:
             for gradients, view in self._gradients(batches):
                 units, start = _units(gradients), 0

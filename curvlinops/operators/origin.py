@@ -31,7 +31,7 @@ _TOKENS: MutableMapping[Any, str] = WeakKeyDictionary()
 def origin_of(operator: DataLinearOperator) -> dict[str, Any]:
     """Return plain values that are equal if parameters and buffers are, and the first batch is.
 
-    All processes of the operator's group call it together.
+    All processes of the operator's group, or with shards of the model, call it together.
     """
     first: list[tuple] = []
     with operator._together("first batch"), operator._batches("first batch") as problems:
@@ -42,7 +42,7 @@ def origin_of(operator: DataLinearOperator) -> dict[str, Any]:
     values = {f"the values of {name}": x for name, x in checksums_of(operator.risk).items()}
     if (shards := operator.risk.model.shards) is not None:
         parts = [number for *_, number in digest(shards.parts())]
-        values["the values of sharded parameters"] = operator.risk.ranks.gather_objects(parts)
+        values["the values of sharded parameters"] = operator.risk.peers.gather_objects(parts)
     return {"the first batch": batches} | values
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
+from curvlinops.linear_operator.sharded_space import GatheredColumns
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
@@ -196,6 +197,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         def build(problem: BatchProblem, is_kept: bool) -> JVP:
             # kept graphs are faster; so are graphs for one column of a small net, and for many
             # terms of a sample
+            # of sharded parameters, a graph would give all gradients at once
+            if self.risk.model.sharded:
+                return lambda V: products(self._rows_of(problem), self.risk.whole(V)).T
             if is_kept or num_products < 2 or self.terms == "term":
                 single = num_products == 1 and not is_kept and problem.can_substitute
                 return self._linearize(problem, single)
@@ -322,19 +326,21 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
         found: Tensor | None = None
-        by_batch = self._products(columns, per_position, first)
-        for number, batch_rows, scores in by_batch:
-            chosen, own = self._chosen_of(batch_rows)
-            scores = scores if own is None else scores[own]
-            scores = scores[..., 0] if is_vector else scores
-            self._check(scores)
-            if file is not None:
-                file.write(chosen.cpu().numpy(), scores, num_rows, number)
-                continue
-            if found is None:
-                found = scores.new_zeros(num_rows, *scores.shape[1:])
-            check_positions(found.shape[1:], scores.shape[1:], number)
-            found[chosen] = scores
+        is_whole = isinstance(P, LowRankColumns)
+        vectors = columns if is_whole else self.risk.whole(columns)
+        with self.risk.sharing({} if is_whole else columns, {}):
+            for number, batch_rows, scores in self._products(vectors, per_position, first):
+                chosen, own = self._chosen_of(batch_rows)
+                scores = scores if own is None else scores[own]
+                scores = scores[..., 0] if is_vector else scores
+                self._check(scores)
+                if file is not None:
+                    file.write(chosen.cpu().numpy(), scores, num_rows, number)
+                    continue
+                if found is None:
+                    found = scores.new_zeros(num_rows, *scores.shape[1:])
+                check_positions(found.shape[1:], scores.shape[1:], number)
+                found[chosen] = scores
         if file is not None:
             if not num_rows and not first:
                 file.write(np.arange(0), empty, 0, 0)
@@ -397,15 +403,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             raise ValueError("The vectors have a low rank already.")
         if is_followed(columns):
             raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
-        return LowRankColumns(columns, check_count("rank", rank), is_vector)
+        rank = check_count("rank", rank)
+        if self.domain.is_sharded:
+            columns = GatheredColumns(columns, self.domain.gather)
+        return LowRankColumns(columns, rank, is_vector)
 
     @in_default_modes
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
+        space = self.domain.unsharded
         return self._chosen(
-            self.domain.join_rows(
-                self._write(self.domain.split_rows(self.domain.empty(self._all.dim)))
-            )
+            space.join_rows(self._write(space.split_rows(space.empty(self._all.dim))))
         )
 
     def to_dense(self) -> Tensor:
@@ -418,7 +426,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        rows = self._write(self.domain.lazy_empty(self._all.dim))
+        rows = self._write(self.domain.unsharded.lazy_empty(self._all.dim))
         return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
     @together
@@ -461,7 +469,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain)[0]
+        return self._means(
+            "second_moment", lambda g: g.sum_of_squares()[None], self.domain.unsharded
+        )[0]
 
     @in_default_modes
     def variance(self) -> Tensor:

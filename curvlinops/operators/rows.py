@@ -49,7 +49,8 @@ def together(method: Callable[P, R]) -> Callable[P, R]:
 class RowsLinearOperator(DataLinearOperator):
     """A linear function of each batch's outputs, times the outputs' Jacobian.
 
-    A subclass says which, and in which direction it multiplies.
+    A subclass says which, and in which direction it multiplies. If parameters are sharded, each
+    process has the rows of its own data, and transposed products add up over all processes.
     """
 
     _adds_data = False
@@ -128,7 +129,8 @@ class RowsLinearOperator(DataLinearOperator):
             return out
         flat_out = rows.join_rows(out)
 
-        with self._linearizations(num_columns) as batches:
+        self._check_number(num_columns)
+        with self.risk.sharing(columns, {}), self._linearizations(num_columns) as batches:
             slices = RowSlices(rows.dim)
             for apply in slices.of(batches):
                 products = apply(columns)
@@ -143,16 +145,29 @@ class RowsLinearOperator(DataLinearOperator):
         out = space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out
+        self._check_number(U.shape[0])
 
         def build(problem: BatchProblem, is_kept: bool) -> tuple[AddRows, int]:
             return self._linearize_adjoint(problem)
 
-        with self._built(build, "rmatmat") as batches:
+        with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
             for apply, length in slices.of(batches):
                 apply(U[:, slices.next(length)], out)
+        if self.risk.space.is_sharded:  # the rows of all processes
+            self.risk.add(space.join_rows(out), space)
         self._check_finite(out)
         return out
+
+    def _check_number(self, num_columns: int) -> None:
+        """Refuse other numbers of vectors in other processes, if parameters are sharded."""
+        if self.risk.space.is_sharded:
+            numbers = self.risk.peers.gather_objects(num_columns)
+            if len(set(numbers)) > 1:
+                raise ValueError(
+                    f"Processes multiply different numbers of vectors at once: {numbers}. Each "
+                    "has a part of the parameters, so that all must multiply equally many."
+                )
 
     def _gram(self, batches: list[tuple[dict[str, PerSampleGradient], Tensor]]) -> Tensor:
         """Return the inner products of all rows.

@@ -173,7 +173,7 @@ def products_by_position(
 
 def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
     """Return the number of columns, and a tensor of their dtype and device."""
-    column = next(iter(columns.values()))
+    column = next(iter(getattr(columns, "parts", columns).values()))
     like = column.left if isinstance(column, LowRank) else column
     return len(like), like
 

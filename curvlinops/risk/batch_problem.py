@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
+from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
@@ -202,6 +203,11 @@ class BatchProblem:
         """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
         return self.model.substitutable
 
+    @property
+    def shards(self) -> Shards | None:
+        """The parameters that are sharded, if any is differentiated."""
+        return self.model.shards if self._risk.space.is_sharded else None
+
     # --- facts about the model
 
     @property
@@ -308,13 +314,19 @@ class BatchProblem:
         check_graph(graph_nodes(output), self.model, leaves, must_depend=False)
 
     @contextmanager
-    def recording(self, differentiation: str) -> Iterator[Recording]:
+    def recording(self, differentiation: str, is_summed: bool = True) -> Iterator[Recording]:
         """Evaluate the model; the context of its evaluation is active inside.
+
+        Args:
+            differentiation: See ``Evaluation``.
+            is_summed: Whether gradients of sharded parameters are added to sums of all processes.
 
         Raises:
             ValueError: If the graph cannot be differentiated with respect to the parameters.
         """
         leaves = self.leaves()
+        for name in self.model.sharded:
+            leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
         self._custom, self._signature, self._has_seen_loss = set(), 0, False
         with evaluation.active():

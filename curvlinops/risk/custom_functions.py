@@ -38,6 +38,14 @@ def check_jacobian(
         NoDerivativeError: If they differ.
     """
     _, leaves, output = recording
+    if problem.shards is not None:
+        warn(
+            "Products with the Jacobian are not compared with ordinary backward passes, since "
+            f"parameters are sharded. The backward of {', '.join(problem.uncompared)} must be "
+            "differentiable with respect to the gradient that it gets."
+        )
+        problem.was_compared({})
+        return
     generator = torch.Generator(output.device).manual_seed(0)
     draw = {"generator": generator, "device": output.device}
     with without_torch_function():
@@ -102,8 +110,8 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
     )
     leaves, space = problem.leaves(), problem.space
     dtypes = {leaf.dtype for leaf in leaves.values()} | problem.precisions
-    if not problem.can_substitute or not can_compare(dtypes):
-        reason = "the model is a closure, or computes with less than 32 bits"
+    if problem.shards or not problem.can_substitute or not can_compare(dtypes):
+        reason = "the model is a closure, is sharded, or computes with less than 32 bits"
         problem.was_compared({})
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
         return

@@ -84,7 +84,7 @@ def transposed_jacobian(
     def product(u: Columns, inputs: Tensors) -> Columns:
         return vjp_columns({"": output}, u, inputs)
 
-    chunks = in_chunks(product, chunk_size)
+    chunks = in_chunks(product, chunk_size, problem.shards)
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
@@ -122,7 +122,7 @@ def hessian(
         return vjp_columns(grads, v, inputs, not single)
 
     context = evaluation.active if single else evaluation.of_graph(grads.values())
-    return _by_columns(product, context, leaves, weight, chunk_size)
+    return _by_columns(problem, product, context, leaves, weight, chunk_size)
 
 
 def jacobian(problem: BatchProblem, head: OutputHead, chunk_size: int | None = None) -> JVP:
@@ -138,7 +138,7 @@ def jacobian(problem: BatchProblem, head: OutputHead, chunk_size: int | None = N
         linear_map = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
-    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size)
+    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size, problem.shards)
     context, dtypes = evaluation.of_graph([output]), _dtypes(leaves)
 
     def apply(V: Columns) -> Tensor:
@@ -160,7 +160,8 @@ def gauss_newton(
         chunk_size: See ``hessian``.
         single: See ``hessian``.
     """
-    if single and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
+    is_forward = single and not problem.space.is_sharded
+    if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
         return _single_gauss_newton(problem, head)
     return _gauss_newton(problem, head, chunk_size, single)
 
@@ -182,7 +183,7 @@ def _gauss_newton(
         return vjp_columns({"": output}, {"": u}, inputs, not single)
 
     context = evaluation.active if single else evaluation.of_graph([output])
-    return _by_columns(product, context, leaves, weight, chunk_size)
+    return _by_columns(problem, product, context, leaves, weight, chunk_size)
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Columns], Tensor]:
@@ -200,13 +201,14 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Column
 
 
 def _by_columns(
+    problem: BatchProblem,
     product: Callable,
     context: Callable[[], AbstractContextManager],
     leaves: Tensors,
     weight: Tensor,
     chunk_size: int | None,
 ) -> Apply:
-    chunks = in_chunks(product, chunk_size)
+    chunks = in_chunks(product, chunk_size, problem.shards)
     dtypes = _dtypes(leaves)
 
     def apply(V: Columns, out: Columns) -> Tensor:

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from curvlinops.autodiff.backward import vjp
+from curvlinops.autodiff.scattering import stand_in
+from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import evaluate, gradient
+from curvlinops.risk.derivatives import Head, evaluate, gradient
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import COUPLED, couples_samples
 from curvlinops.support.digest import digest
@@ -76,9 +79,33 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:
         outputs.append(output.detach())
         return problem.loss_sum(output)
 
-    value, columns, _ = gradient(problem, head)
+    if problem.model.sharded:
+        value, columns = _sketches(problem, head)
+    else:
+        value, columns, _ = gradient(problem, head)
     problem.check_finite(value, columns)
     return outputs[0], [value, *columns.values()]
+
+
+def _sketches(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns]:
+    """Return a scalar function of the output, and two numbers ``[2]`` of each tensor's gradient.
+
+    One gradient is in memory at a time.
+    """
+    sketches = {}
+
+    def reduce(name: str, gradient: Tensor) -> Tensor:
+        mean = gradient.sum(dtype=torch.float64) / max(gradient.numel(), 1) ** 0.5
+        sketches[name] = torch.stack([double_norm(gradient), mean])
+        return stand_in(gradient)
+
+    with problem.recording("once", is_summed=False) as (_, leaves, output):
+        for name, leaf in leaves.items():
+            leaf.register_hook(partial(reduce, name))
+        with problem.formulas():
+            loss, _ = head(output)
+        vjp({"": loss}, {"": None}, leaves, retain=False)
+    return loss.detach(), sketches
 
 
 def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:

@@ -92,7 +92,7 @@ class Ranks:
             return
         checksums = checksums_of(risk) if with_values else {}
         self._compare(_description(risk, task, columns) | details, checksums)
-        shared = None if columns is None else self.agreed(columns)
+        shared = self.agreed(columns) if columns else columns
         with self.raise_on_all_ranks(risk):
             yield shared
 
@@ -290,8 +290,9 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
 
 def checksums_of(risk: Any) -> dict[str, int]:
     """Return checksums of parameters and buffers, frozen ones included, sharded ones not."""
-    params = risk.model.params
-    tensors, replaced = dict(params), set(map(id, params.values()))
+    params, sharded = risk.model.params, set(risk.model.sharded)
+    tensors = {name: x for name, x in params.items() if name not in sharded}
+    replaced = set(map(id, params.values()))
     modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
     for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
         for name, x in module.state_dict(keep_vars=True).items():
@@ -299,5 +300,7 @@ def checksums_of(risk: Any) -> dict[str, int]:
             is_dense = is_local and x.is_floating_point() and not x.is_sparse
             if is_dense and id(x) not in replaced and name not in params:
                 tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
+    if not tensors:
+        return {}
     sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))

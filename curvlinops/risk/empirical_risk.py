@@ -1,7 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums over all batches."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.linear_operator.sharded_space import GatheredColumns, space_of
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add, not_finite
 from curvlinops.losses.base import Loss
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
@@ -62,7 +63,7 @@ class EmpiricalRisk:
             ranks.shards = model.shards
             if ranks.group is None:
                 self.peers = Ranks(model.shards.group, model.shards)
-        self.space = ParameterSpace.of(model.params)
+        self.space = space_of(model.params)
         self.facts, self.term_size = ModelFacts(), None
 
     # --- what is known of the model
@@ -113,6 +114,45 @@ class EmpiricalRisk:
         if self.per_sample or batch.index > 0 or self.ranks.size > 1:
             return False
         return self.data.length == 1
+
+    # --- sharded parameters
+
+    def sharing(self, vectors: Columns, sums: Columns) -> AbstractContextManager:
+        """Return a context in which processes share vectors and sums, see ``Shards.product``."""
+        shards = self.model.shards
+        return shards.product(vectors, sums) if self.space.is_sharded else nullcontext()
+
+    def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors of which each tensor is gathered when it is read; inside ``sharing``."""
+        shards = self.model.shards
+        if not self.space.is_sharded:
+            return columns
+        return GatheredColumns(columns, lambda name, part: shards.whole_vectors(name, part))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is true in any process with parts of vectors.
+
+        Where an error in one process is raised in all anyway, the flag is this process's own.
+        """
+        shards = self.model.shards
+        return flag if shards is None or shards.is_open else self.space.any(flag)
+
+    def add(self, rows: Tensor, space: ParameterSpace) -> Tensor:
+        """Add up the vectors of all processes, in place.
+
+        Args:
+            rows: This process's vectors, or its parts of vectors, ``[K, dim]``.
+            space: Their space. Sums for sharded parameters are complete but for replicas.
+        """
+        if not self.space.is_sharded:
+            return self.ranks.add(rows)
+        layouts = getattr(space, "layouts", {})
+        replicas = Ranks(self.model.shards.replicas if self.ranks.group is not None else None)
+        for name in space.names:
+            part = rows[:, space.slice(name)]
+            ranks = replicas if name in layouts else self.peers
+            part.copy_(ranks.add(part.contiguous()))
+        return rows
 
     # --- passes over the data
 
@@ -178,20 +218,32 @@ class EmpiricalRisk:
         """
         total, loss, weight = self.space.zeros(1), 0.0, 0.0
         task = "gradient_and_loss"
-        with self.ranks.synchronized(self, task), self.batches(task) as batches:
+        with (
+            self.ranks.synchronized(self, task),
+            self.sharing({}, total),
+            self.batches(task) as batches,
+        ):
             for problem in batches:
                 value, columns, share = gradient(problem, problem.loss_sum)
                 problem.check_finite(value, columns)
                 loss, weight = loss + value, weight + share
                 add(total, slice(None), columns)
-        self.ranks.add(self.space.join_rows(total))
-        loss, scale = self.ranks.total(loss).to(loss.dtype), self.scale(self.ranks.total(weight))
-        return {name: column * scale for name, column in total.items()}, loss * scale
+        self.add(self.space.join_rows(total), self.space)
+        ranks = self.peers if self.space.is_sharded else self.ranks
+        loss, scale = ranks.total(loss).to(loss.dtype), self.scale(ranks.total(weight))
+        for column in total.values():
+            column *= scale
+        if self.space.is_sharded:
+            name = not_finite(total)
+            if self.any(name is not None):
+                where = "" if name is None else f" in parameter '{name}'"
+                raise ValueError(f"The gradient is not finite{where}, though the loss is.")
+        return total, loss * scale
 
     def to(self, device: torch.device | str) -> None:
         """Move model, parameters and loss to another device."""
         self.model.to(device)
         if self.loss is not None:
             self.loss.to(device)
-        self.space = ParameterSpace.of(self.model.params)
+        self.space = space_of(self.model.params)
         self.invalidate()

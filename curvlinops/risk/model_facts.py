@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.evaluation import not_registered
+from curvlinops.autodiff.scattering import leaf_of
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import DIFFERENTIATING, graph_nodes, leaf_variables
 from curvlinops.support.pytree import leaves
@@ -99,6 +100,7 @@ class Watch(TorchFunctionMode):
     Raises:
         ValueError: When the model differentiates with respect to one that was replaced: PyTorch
             would find no derivative, or zero.
+        NotImplementedError: When it does so with respect to a sharded one.
     """
 
     def __init__(self, replaced: dict[int, str]):
@@ -119,6 +121,11 @@ class Watch(TorchFunctionMode):
             lost := [x for x in args[1] if id(x) in self._replaced]
         ):
             raise not_registered(self._replaced[id(lost[0])])
+        if func in DIFFERENTIATING and any(leaf_of(x) is not None for x in leaves((args, kwargs))):
+            raise NotImplementedError(
+                "The model differentiates with respect to a sharded parameter itself, which is not "
+                "supported. Leave the parameter out of sharding: fully_shard(..., ignored_params)."
+            )
         result = func(*args, **kwargs)
         if func in DIFFERENTIATING and not in_transform():
             self.differentiates = True

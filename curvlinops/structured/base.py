@@ -62,7 +62,7 @@ class StructuredLinearOperator(TorchLinearOperator):
     @in_default_modes
     def diagonal(self) -> Tensor:
         """Return the diagonal, ``[D]``."""
-        return self._diagonal()
+        return self.domain.vectors(self._diagonal())
 
     @in_default_modes
     def det(self) -> Tensor:
@@ -186,15 +186,10 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If the operator is not positive semidefinite.
         """
         generator = read_generator(self.device, seed, generator)
-        z = torch.randn(
-            1 if num_samples is None else check_count("num_samples", num_samples, at_least=0),
-            self.domain.dim,
-            generator=generator,
-            dtype=self.torch_dtype,
-            device=self.device,
-        )
+        num = 1 if num_samples is None else check_count("num_samples", num_samples, at_least=0)
+        z = self.domain.draw(num, lambda x: x.normal_(generator=generator))
         draws = self.domain.join_rows(self._multiply_root(self.domain.split_rows(z)))
-        return draws[0] if num_samples is None else draws.T
+        return self.domain.vectors(draws[0] if num_samples is None else draws.T)
 
     # --- files and devices
 

@@ -148,8 +148,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks()
 
     def _agreed(self, columns: Columns) -> Columns:
-        """Return vectors that are the same on all processes."""
-        return columns if self.ranks is None else self.ranks.agreed(columns)
+        """Return vectors that are the same on all processes, unless these have parts of them."""
+        is_local = self.ranks is None or self.domain.is_sharded
+        return columns if is_local else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
         """Return numbers that have zeros for other processes' blocks with those of all blocks."""
@@ -166,7 +167,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _read(self, columns: Columns) -> Iterator[Columns]:
         """Yield the blocks' vectors."""
         for block, layout in zip(self, self.layouts, strict=True):
-            yield block.domain.split_rows(layout.gather(columns))
+            yield block.domain.split_rows(self._gathered(layout, columns))
 
     def _join(self, vectors_block_spaces: Iterable[Columns]) -> Columns:
         """Return vectors, given those of the blocks."""
@@ -175,10 +176,29 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             vectors = block.domain.join_rows(columns)
             if not out:
                 flat = self.domain.empty(len(vectors))
-                out = self.domain.split_rows(flat)
-            layout.write(vectors, out)
-        self._complete(flat)
+                out = self.domain.split_rows(flat.zero_() if self.domain.is_sharded else flat)
+            self._write(layout, vectors, out)
+        if not self.domain.is_sharded:
+            self._complete(flat)
         return out
+
+    def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
+        """Return the vectors of a block, given vectors of which processes may have parts."""
+        if self.domain.is_sharded:
+            names = [name for name in columns if name in layout.names]  # in the same order
+            columns = {name: self.domain.gather(name, columns[name]) for name in names}
+        return layout.gather(columns)
+
+    def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
+        """Write the vectors of a block to vectors of which processes may have parts."""
+        if not self.domain.is_sharded:
+            layout.write(vectors, out)
+            return
+        shapes = {name: (len(vectors), *self.domain.shapes[name]) for name in layout.names}
+        wholes = {name: vectors.new_zeros(shape) for name, shape in shapes.items()}
+        layout.write(self._complete(vectors), wholes)
+        for name, whole in wholes.items():  # of which another block may have other entries
+            out[name] += self.domain.part(name, whole)
 
     def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
         """Return one vector ``[D]``, given those of the blocks, ``[D_b]`` each."""
@@ -204,9 +224,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         columns = self.domain.fill(self._agreed(columns), needed)
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
-            product = block._apply(block.domain.split_rows(layout.gather(columns)))
-            layout.write(block.domain.join_rows(product), out)
-        return {name: self._complete(out[name]) for name in names}
+            product = block._apply(block.domain.split_rows(self._gathered(layout, columns)))
+            self._write(layout, block.domain.join_rows(product), out)
+        is_complete = self.domain.is_sharded
+        return {n: out[n] if is_complete else self._complete(out[n]) for n in names}
 
     # --- quantities
 

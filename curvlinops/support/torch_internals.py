@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -155,11 +155,17 @@ def distributed_tensors() -> tuple[type, ...]:
 
 def all_gather(out: Tensor, tensor: Tensor, group: Any) -> None:
     """Write the tensors of all processes to one, one after the other."""
-    library = torch.distributed  # PyTorch 2.13 has another name for the same
-    name = (
-        "all_gather_single" if hasattr(library, "all_gather_single") else "all_gather_into_tensor"
-    )
-    getattr(library, name)(out, tensor, group=group)
+    _collective("all_gather_single", "all_gather_into_tensor")(out, tensor, group=group)
+
+
+def reduce_scatter(out: Tensor, tensor: Tensor, group: Any) -> None:
+    """Add up the tensors of all processes, and write this process's part of the sum."""
+    _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, tensor, group=group)
+
+
+def _collective(name: str, former_name: str) -> Callable:
+    library = torch.distributed  # PyTorch 2.13 has renamed both
+    return getattr(library, name, None) or getattr(library, former_name)
 
 
 def without_fsdp_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
@@ -213,6 +219,11 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def mark_as_parameter(tensor: Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor."""
     tensor._is_param = True
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Return whether there are hooks on the gradient of a tensor."""
+    return bool(tensor._backward_hooks)
 
 
 @contextmanager

@@ -255,7 +255,7 @@ def replicas_of_shards() -> None:
     assert error(mine.dense(), alone.dense()) <= 1e-10
 
 
-def language_model(kind: str) -> nn.Module:
+def language_model(kind: str, adapted: bool = True) -> nn.Module:
     torch.manual_seed(0)
     if kind == "GPT2":
         options = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 6}
@@ -266,15 +266,16 @@ def language_model(kind: str) -> nn.Module:
     suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{kind}{suffix}")(config).double().eval()
     for block in model.transformer.h if kind == "GPT2" else model.model.layers:
-        if kind == "GPT2":
-            block.attn.c_attn = LoRA(block.attn.c_attn, 8, 24)
-        else:  # whose own norms compute in float32
+        if kind == "Llama":  # whose own norms compute in float32
             block.input_layernorm = nn.RMSNorm(8, dtype=torch.float64)
             block.post_attention_layernorm = nn.RMSNorm(8, dtype=torch.float64)
-            block.self_attn.v_proj = LoRA(block.self_attn.v_proj, 8, 4)
             model.model.norm = nn.RMSNorm(8, dtype=torch.float64)
+        if adapted and kind == "GPT2":
+            block.attn.c_attn = LoRA(block.attn.c_attn, 8, 24)
+        elif adapted:
+            block.self_attn.v_proj = LoRA(block.self_attn.v_proj, 8, 4)
     for name, x in model.named_parameters():
-        x.requires_grad_(name.endswith((".down", ".up")))
+        x.requires_grad_(not adapted or name.endswith((".down", ".up")))
     return model
 
 

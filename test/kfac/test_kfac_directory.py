@@ -20,6 +20,10 @@ from torch import nn
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops.layers.factors import KroneckerShape
+from curvlinops.operators.kfac.blocks import LayerUse, Uses
+from curvlinops.operators.kfac.partition import num_entries
+from curvlinops.structured.layout import ParameterView
 
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 both = pytest.mark.parametrize("cls", CLASSES)
@@ -309,3 +313,12 @@ def test_killed_processes_continue(cls: type, tmp_path: Path):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def test_sizes_do_not_depend_on_the_order_of_uses():
+    """Processes see the uses of a tied table and head in different orders."""
+    view = ParameterView.whole("weight", (5, 3))
+    shapes = [KroneckerShape(1, 5, 3, view, one_hot_inputs=x) for x in (True, False)]
+    uses = [LayerUse(view, shape, True) for shape in shapes]
+    sizes = {num_entries(Uses(x), ["weight"], {"weight": (5, 3)}, 99) for x in (uses, uses[::-1])}
+    assert sizes == {15 + 25 + 9}

@@ -21,6 +21,7 @@ from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
+from curvlinops.autodiff.scattering import PRODUCTS
 from curvlinops.support import torch_internals
 
 #: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
@@ -42,6 +43,9 @@ if torch_internals.weight_norm is not None:
 #: In addition, where the graph of the backward pass is differentiated.
 TWICE = OVERRIDES | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
+#: The same with respect to sharded parameters.
+TWICE_SHARDED = TWICE | PRODUCTS
+
 
 class Overrides(TorchFunctionMode):
     """Replaces calls while it is active.
@@ -62,17 +66,20 @@ class Overrides(TorchFunctionMode):
 
 
 @contextmanager
-def active(differentiation: Differentiation) -> Iterator[None]:
+def active(differentiation: Differentiation, is_sharded: bool = False) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
     Args:
+        is_sharded: Whether sharded parameters are differentiated.
         differentiation: See ``Differentiation``. Unless it is ``"once"``, the math kernel of
             attention is selected, since the fused ones lack derivatives; it takes memory quadratic
             in the sequence length.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
-    table = TWICE if differentiation == "twice" else OVERRIDES
+    table = OVERRIDES
+    if differentiation == "twice":
+        table = TWICE_SHARDED if is_sharded else TWICE
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
         with kernels, Overrides(table):

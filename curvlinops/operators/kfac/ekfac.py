@@ -116,7 +116,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         ]
         for views, basis in chain.from_iterable(ranks.gather_objects(plain)):
             bases[views] = replace(basis, **{axis: tensors.get((views, axis)) for axis in axes})
-        return {block.views: bases[block.views] for block in sums.blocks if block.views in bases}
+        return {block.views: bases[block.views] for block in sums.blocks if block.terms}
 
     def _add_moments(
         self, sums: FactorSums, problem: BatchProblem, samples: SampleGradients

@@ -47,9 +47,11 @@ def num_entries(
             continue
         sizes = [(shape.outputs, False)]
         sizes += [] if shape.is_bias else [(shape.inputs, shape.one_hot_inputs)]
-        factors[use.view] = shape.groups * sum(
+        number = shape.groups * sum(
             size if is_diagonal or size > limit else size**2 for size, is_diagonal in sizes
         )
+        # processes have the uses in different orders
+        factors[use.view] = max(number, factors.get(use.view, 0))
     return sum(prod(shapes[name]) for name in names) + sum(factors.values())
 
 

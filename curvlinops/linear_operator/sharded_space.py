@@ -1,0 +1,308 @@
+"""The vector space of parameters that are sharded over processes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+
+from curvlinops.linear_operator.space import ParameterSpace, dtype_of_vectors
+from curvlinops.support.norms import double_dots, double_norm
+from curvlinops.support.torch_internals import all_gather, distributed_tensors
+
+
+class ShardLayout(NamedTuple):
+    """How a parameter is sharded along its first axis.
+
+    Attributes:
+        mesh: Its device mesh.
+        placements: Its placements on the mesh.
+        shape: The shape of the whole parameter.
+        part: The slice of the first axis that this process has.
+        group: The processes that have the parts.
+    """
+
+    mesh: Any
+    placements: tuple
+    shape: tuple[int, ...]
+    part: slice
+    group: Any
+
+    @classmethod
+    def of(cls, parameter: Any) -> "ShardLayout":
+        """Return the layout of a DTensor."""
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        group = mesh.get_group(next(i for i, x in enumerate(placements) if x.is_shard()))
+        length = -(-len(parameter) // group.size())
+        start = min(group.rank() * length, len(parameter))
+        part = slice(start, start + len(parameter.to_local()))
+        return cls(mesh, placements, tuple(parameter.shape), part, group)
+
+    def whole(self, part: Tensor) -> Any:
+        """Return the DTensor, with further axes behind, of which this process has a part."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size((*self.shape, *part.shape[len(self.shape) :]))
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part.contiguous(),
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=shape,
+            stride=strides,
+        )
+
+
+class ShardedSpace(ParameterSpace):
+    """The vector space of parameters of which some are sharded over processes.
+
+    Each process has its parts of the vectors: those of the sharded parameters, and all of the
+    others. Vectors are lists or dictionaries of tensors, which are DTensors with the placements of
+    the parameters for the sharded ones. Inner products add up over processes.
+
+    Args:
+        shapes: Name and shape of each parameter.
+        layouts: How some of them are sharded, all over the same processes.
+        dtype: The type of the vectors.
+        device: The device of the vectors.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        layouts: Mapping[str, ShardLayout],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        self.layouts = dict(layouts)
+        self._group = next(iter(layouts.values())).group
+        super().__init__(shapes, dtype, device)
+
+    def _shapes_of_parts(self) -> dict[str, tuple[int, ...]]:
+        lengths = {n: x.part.stop - x.part.start for n, x in self.layouts.items()}
+        return {
+            name: (lengths[name], *shape[1:]) if name in lengths else shape
+            for name, shape in self.shapes.items()
+        }
+
+    # --- vectors
+
+    def parts(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what this process has of vectors, given tensors as users pass them.
+
+        Raises:
+            TypeError: If one is no DTensor where its parameter is, or the other way round.
+            ValueError: If it has other placements than its parameter.
+        """
+        parts = {}
+        for name, value in vectors.items():
+            layout, is_spread = self.layouts.get(name), isinstance(value, distributed_tensors())
+            if layout is None:
+                if is_spread:
+                    raise TypeError(
+                        f"The vector for parameter '{name}' is a DTensor, but the parameter is not "
+                        "sharded. Pass a whole tensor."
+                    )
+                parts[name] = value
+                continue
+            if not is_spread:
+                raise TypeError(
+                    f"The vector for parameter '{name}' is a whole tensor, but the parameter is "
+                    "sharded. Pass a DTensor with its placements, such as torch.randn_like(param), "
+                    "param.grad, or torch.distributed.tensor.distribute_tensor(x, "
+                    "param.device_mesh, param.placements)."
+                )
+            if value.device_mesh != layout.mesh or tuple(value.placements) != layout.placements:
+                raise ValueError(
+                    f"The vector for parameter '{name}' has the placements "
+                    f"{list(value.placements)}, the parameter {list(layout.placements)}. Call "
+                    "redistribute(param.device_mesh, param.placements) on it."
+                )
+            parts[name] = value.to_local()
+        return parts
+
+    def wholes(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return vectors as users get them, given what this process has of them.
+
+        Args:
+            parts: Tensors ``[*part]`` or ``[*part, K]``.
+        """
+        return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
+
+    def vectors(self, X: Tensor) -> dict[str, Tensor]:
+        """Return vectors as users get them, by the names of the parameters."""
+        columns = self.split_rows(X.reshape(len(X), -1).T)
+        return self.wholes(
+            {n: x[0] if X.ndim == 1 else x.movedim(0, -1) for n, x in columns.items()}
+        )
+
+    @property
+    def unsharded(self) -> ParameterSpace:
+        """The space of whole vectors."""
+        return ParameterSpace(self.shapes, self.dtype, self.device)
+
+    def gather(self, name: str, part: Tensor) -> Tensor:
+        """Return the tensors of whole vectors for a parameter, ``[K, *shape]``.
+
+        All processes do so together.
+
+        Args:
+            name: The name of the parameter.
+            part: What this process has of them.
+        """
+        if name not in self.layouts:
+            return part
+        size, length = self._group.size(), self.shapes[name][0]
+        rows = part.movedim(0, -1)
+        padded = rows.new_zeros(-(-length // size), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        full = rows.new_empty(size * len(padded), *rows.shape[1:])
+        all_gather(full, padded, self._group)
+        return full[:length].movedim(-1, 0)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return what this process has of tensors ``[K, *shape]`` for a parameter."""
+        return whole[:, self.layouts[name].part] if name in self.layouts else whole
+
+    def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
+        """Return random vectors as rows, the same for any number of processes."""
+        rows = self.empty(num)
+        for k in range(num):
+            for name, column in self.split_rows(rows[k : k + 1]).items():
+                whole = rows.new_empty(prod(self.shapes[name]))
+                fill(whole)
+                layout, whole = self.layouts.get(name), whole.view(self.shapes[name])
+                column[0] = whole if layout is None else whole[layout.part]
+        return rows
+
+    # --- what depends on all entries of vectors, which are rows [K, dim]
+
+    def dots(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
+        return self._total(double_dots(self._counted(first), second))
+
+    def norms(self, rows: Tensor) -> Tensor:
+        """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
+        return self._total(double_norm(self._counted(rows), 1).square()).sqrt()
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """Return the sums of the entries of K vectors, ``[K]``."""
+        return self._total(self._counted(rows).sum(1))
+
+    def gram(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return all inner products of K and L vectors, ``[K, L]``."""
+        return self._total(self._counted(first) @ second.T)
+
+    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
+        """Return the inner products of K vectors with those of K bases, ``[K, m]``."""
+        return self._total(super().overlaps(bases, self._counted(rows)))
+
+    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``.
+
+        Each process decomposes its part, and all of them the triangular factors of all parts
+        (TSQR, Demmel et al., Communication-optimal parallel and sequential QR and LU
+        factorizations, SIAM J. Sci. Comput. 2012).
+        """
+        K, size = len(rows), self._group.size()
+        Q, R = torch.linalg.qr(self._counted(rows).T)
+        own = rows.new_zeros(K, K)
+        own[: len(R)] = R
+        every = rows.new_empty(size * K, K)
+        all_gather(every, own, self._group)
+        Q_of_all, R = torch.linalg.qr(every)
+        start = self._group.rank() * K
+        Q = (Q @ Q_of_all[start : start + Q.shape[1]]).T.contiguous()
+        if self._unsharded:
+            first = torch.cat([Q[:, part] for part in self._unsharded], 1)
+            distributed.broadcast(first, group=self._group, group_src=0)
+            sizes = [part.stop - part.start for part in self._unsharded]
+            for part, numbers in zip(self._unsharded, first.split(sizes, 1), strict=True):
+                Q[:, part] = numbers
+        return Q, R
+
+    @cached_property
+    def _unsharded(self) -> list[slice]:
+        """The entries of parameters that all processes have."""
+        return [self.slice(name) for name in self.shapes if name not in self.layouts]
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        """Return vectors in which one process alone has the entries that all have."""
+        if not self._unsharded or self._group.rank() == 0:
+            return rows
+        rows = rows.clone()
+        for part in self._unsharded:
+            rows[..., part] = 0.0
+        return rows
+
+    def largest(self, numbers: Tensor) -> float:
+        """Return the largest absolute value of entries of vectors."""
+        number = torch.tensor(super().largest(numbers), dtype=torch.float64, device=self.device)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group)
+        return float(number)
+
+    def any(self, flag: bool) -> bool:
+        """Return whether a flag is true in any process."""
+        return bool(self._total(torch.tensor(float(flag), device=self.device)))
+
+    def _total(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.contiguous()
+        distributed.all_reduce(numbers, group=self._group)
+        return numbers
+
+    # --- other spaces
+
+    def restricted(self, names: Sequence[str]) -> ParameterSpace:
+        """Return the space of some of the tensors, in the given order."""
+        shapes = {name: self.shapes[name] for name in names}
+        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
+        if not layouts:
+            return ParameterSpace(shapes, self.dtype, self.device)
+        return ShardedSpace(shapes, layouts, self.dtype, self.device)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "ShardedSpace":
+        """Return the same space on another device, or in another dtype."""
+        device, dtype = torch.device(device or self.device), dtype or self.dtype
+        same = (device, dtype) == (self.device, self.dtype)
+        return self if same else ShardedSpace(self.shapes, self.layouts, dtype, device)
+
+
+class GatheredColumns(Mapping):
+    """Vectors of which each tensor is gathered when it is read, and not kept.
+
+    Args:
+        parts: What this process has of them, ``[K, *part]``; other objects stay as they are.
+        gather: Returns ``[K, *shape]``, given a name and a part.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], gather: Callable[[str, Tensor], Tensor]):
+        self.parts, self._gather = parts, gather
+
+    def __getitem__(self, name: str) -> Any:
+        """Gather the tensors for a parameter."""
+        part = self.parts[name]
+        return self._gather(name, part) if isinstance(part, Tensor) else part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def space_of(params: Mapping[str, Tensor]) -> ParameterSpace:
+    """Return the vector space of parameters, of which some may be sharded."""
+    spread = distributed_tensors()
+    layouts = {n: ShardLayout.of(x) for n, x in params.items() if isinstance(x, spread)}
+    if not layouts:
+        return ParameterSpace.of(params)
+    shapes = {name: tuple(x.shape) for name, x in params.items()}
+    device = next(iter(params.values())).device
+    return ShardedSpace(shapes, layouts, dtype_of_vectors(params), device)
