@@ -21,7 +21,7 @@ import torch.distributed as dist
 from contract import ALL, error, matrix
 from models import InnerSteps
 from parallel_checks import assert_same_everywhere, fails, group, part, rank, vector
-from problems import Problem
+from problems import Problem, make
 from sharded_checks import (
     Failing,
     Net,
@@ -245,6 +245,29 @@ def products() -> None:
     compare(whole_in_params(Varied))
 
 
+#: Problems with convolutions, attention, tied weights, checkpoints, and derivatives in the loss.
+NAMES = (
+    *("cnn", "group-norm", "transformer-tied", "self-attention", "embedding-bag-mean"),
+    *("weight-norm", "used-twice", "checkpoint", "pinn", "classes-ce-ignore-mean"),
+)
+
+
+@check()
+def problems_of_the_suite() -> None:
+    for name in NAMES:
+        p = make(name)
+        names = {id(x): n for n, x in p.model.named_parameters()}
+        given = p.params.values() if isinstance(p.params, dict) else p.params
+        p = replace(p, params={names[id(x)]: x for x in given})
+        model = copy.deepcopy(p.model)
+        fully_shard(model, ignored_params={x for x in model.parameters() if not x.ndim})
+        found = dict(model.named_parameters())
+        p = replace(p, data=p.data * 2 if len(p.data) == 1 else p.data)
+        params = {n: found[n] for n in p.params}
+        own = replace(p, model=model, params=params, data=part(p.data))
+        compare(p, own, ("hessian", "ggn"), rows=False)
+
+
 @check(2, 3)
 def some_parameters_are_whole() -> None:
     p = whole_in_params(Varied)
@@ -273,8 +296,8 @@ def some_parameters_are_whole() -> None:
 
 @check(2, 3)
 def solvers() -> None:
-    make = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
-    p = whole_in_params(make, sizes=(4, 3, 2))
+    net = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+    p = whole_in_params(net, sizes=(4, 3, 2))
     own = sharded_params(p, by_layer=False)
     G, H = (ALL[case].build(own, process_group=group()) for case in ("ggn", "hessian"))
     M, N = (matrix(ALL[case].build(p)) for case in ("ggn", "hessian"))
@@ -367,6 +390,7 @@ def unequal_data() -> None:
     X, y = p.data[0]
     nothing = [(X[:0], y[:0])]
     own = sharded_params(p, p.data if rank() == 0 else nothing)
+    compare(p, own, ("hessian", "ggn", "fisher"), rows=False)
     compare_factors(p, own, fisher_type="empirical")
     others = p.data[rank() :: dist.get_world_size() - 1]
     compare_rows(p, sharded_params(p, p.data[:1] if rank() == 0 else others))
@@ -576,6 +600,21 @@ def three_full_parameters_are_in_memory() -> None:
             A.compute_kronecker_factors() if case == "kfac" else A.norms()
         assert full.most <= 3 + num_kept
         assert full.alive == num_kept
+
+
+@check(2, 3)
+def four_full_layers_are_in_memory() -> None:
+    """Beside parts of parameters, vectors and products."""
+    layers = [x for _ in range(8) for x in (nn.Linear(40, 40, bias=False), nn.Tanh())]
+    p = whole_in_params(lambda: nn.Sequential(nn.Linear(3, 40), *layers), sizes=(4, 2, 3))
+    own = sharded_params(p)
+    for case in ("hessian", "ggn", "fisher"):
+        A = ALL[case].build(own, process_group=group())
+        v = spread(own, torch.ones(A.shape[1]).double())
+        for product in (lambda A=A, v=v: A @ v, A.gradient_and_loss):
+            with FullTensors(40 * 40 * 8) as full:
+                product()
+            assert 0 < full.most <= 4, (case, full.most)
 
 
 # --- what is refused ------------------------------------------------------------------------------
