@@ -134,6 +134,25 @@ class ShardedSpace(ParameterSpace):
         """
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
+    def check_whole(self, what: str) -> None:
+        """Refuse what no process has.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            f"Parameters are sharded, so that no process has {what}. Products, inverses, powers, "
+            "traces and log-determinants of KFAC's blocks need none."
+        )
+
+    def split(self, vectors: Any) -> Any:
+        """Refuse flat vectors."""
+        self.check_whole("a flat vector")
+
+    def join(self, tensors: Mapping[str, Tensor]) -> Any:
+        """Refuse flat vectors."""
+        self.check_whole("a flat vector")
+
     def vectors(self, X: Tensor) -> dict[str, Tensor]:
         """Return vectors as users get them, by the names of the parameters."""
         columns = self.split_rows(X.reshape(len(X), -1).T)

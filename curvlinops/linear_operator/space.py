@@ -240,6 +240,13 @@ class ParameterSpace:
         """
         return X
 
+    def check_whole(self, what: str) -> None:
+        """Refuse what no process has of vectors of which processes have parts.
+
+        Args:
+            what: What it is.
+        """
+
     @property
     def unsharded(self) -> "ParameterSpace":
         """The space of whole vectors."""

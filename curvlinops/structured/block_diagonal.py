@@ -257,6 +257,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         ]
 
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
+        self.domain.check_whole("all eigenvalues")
         self._decompose(accurate)
         blocks = self._each(lambda block: block._eigh(accurate))
         values = self._join_vectors([block.eigenvalues for block in blocks])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.linear_operator.sharded_space import space_of
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -38,6 +39,8 @@ class DiagonalLinearOperator(KnownEigenvalues):
     ):
         if isinstance(diagonal, (LISTS, MAPPINGS)):
             diagonal, space = _flattened(diagonal, space)
+        if space is not None:
+            space.check_whole("a whole diagonal")
         entries = real(diagonal, "The diagonal", ndim=(1,))
         if space is None:
             space = ParameterSpace.flat(len(entries), entries.dtype, entries.device)
@@ -85,7 +88,8 @@ def _flattened(
     tensors = {str(name): real(x, f"The diagonal's tensor {name!r}") for name, x in pairs}
     if not tensors:
         raise ValueError("The diagonal has no tensors.")
-    own = ParameterSpace.of(tensors)
+    own = space_of(tensors)
+    own.check_whole("a whole diagonal")
     if space is not None:
         space.check_compatible(own)
     return torch.cat([x.flatten() for x in tensors.values()]), own if space is None else space

@@ -146,6 +146,10 @@ def compare_factors(p: Problem, own: Problem | None = None, **options: Any) -> N
         product = joined(own, together.inverse(0.1) @ spread(own, v))
         assert error(product, alone.inverse(0.1) @ v) <= 1e-10, (case, options)
         assert error(joined(own, together.diagonal()), alone.diagonal()) <= 1e-10
+        damped = together.damped(0.1), alone.damped(0.1)
+        for name in ("logdet", "trace", "frobenius_norm"):
+            found, expected = (getattr(A, name)() for A in damped)
+            assert error(found, expected) <= 1e-10, (case, name, options)
         alone = ALL[case].build(p, **options | {"process_group": None})
         assert error(together.trace(), alone.trace()) <= 1e-10, (case, options)
 
@@ -649,6 +653,15 @@ def refused() -> None:
         curvlinops.LSMRInverseLinearOperator(G)
     with fails(TypeError, "cannot move sharded parameters"):
         curvlinops.loss_along(G, v, [0.0])
+    K = ALL["kfac"].build(own, process_group=group())
+    for use in (
+        lambda: K.eigvalsh(),
+        lambda: curvlinops.DiagonalLinearOperator(K.gradient_and_loss()[0]),
+        lambda: curvlinops.DiagonalLinearOperator(flat, K.space),
+        lambda: K.space.split(flat),
+    ):
+        with fails(TypeError, "no process has (all eigenvalues|a whole diagonal|a flat vector)"):
+            use()
     J = ALL["jacobian"].build(own)
     with fails(TypeError, "rows of other processes.*gram"):
         J @ J.T
