@@ -272,7 +272,7 @@ def problems_of_the_suite() -> None:
         compare(p, own, ("hessian", "ggn"), rows=False)
 
 
-@check(2, 3)
+@check(2)
 def some_parameters_are_whole() -> None:
     p = whole_in_params(Varied)
     model = copy.deepcopy(p.model)
@@ -298,7 +298,7 @@ def some_parameters_are_whole() -> None:
     assert error(M @ V, V * pairs.eigenvalues) <= 1e-8
 
 
-@check(2, 3)
+@check(3)
 def solvers() -> None:
     net = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
     p = whole_in_params(net, sizes=(4, 3, 2))
@@ -346,7 +346,7 @@ def solvers() -> None:
     assert error(trace, found["hutchinson_trace"]) <= 1e-10
 
 
-@check(2, 3)
+@check(2)
 def uses() -> None:
     p = whole_in_params(Varied)
     for by_layer in (True, False):
@@ -362,7 +362,7 @@ def uses() -> None:
         compare_factors(few, own, fisher_type="type-2")
 
 
-@check(2, 3)
+@check(2)
 def files() -> None:
     p = whole_in_params(Net)
     own, folder = sharded_params(p), Path(sys.argv[3]) / "sharded factors"
@@ -388,7 +388,7 @@ def files() -> None:
     assert error(together.trace(), alone.trace()) <= 1e-10
 
 
-@check(2, 3)
+@check(3)
 def unequal_data() -> None:
     p = whole_in_params(Net, sizes=(4, 2, 3, 1, 2))
     X, y = p.data[0]
@@ -591,7 +591,7 @@ class Deep(nn.Module):
         return x
 
 
-@check(2, 3)
+@check(2)
 def three_full_parameters_are_in_memory() -> None:
     p = whole_in_params(Deep, sizes=(4, 2, 3, 3))  # gradients of one sample would count
     own, num_bytes = sharded_params(p), 40 * 40 * 8
@@ -606,7 +606,7 @@ def three_full_parameters_are_in_memory() -> None:
         assert full.alive == num_kept
 
 
-@check(2, 3)
+@check(2)
 def four_full_layers_are_in_memory() -> None:
     """Beside parts of parameters, vectors and products."""
     layers = [x for _ in range(8) for x in (nn.Linear(40, 40, bias=False), nn.Tanh())]
