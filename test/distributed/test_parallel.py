@@ -16,7 +16,7 @@ import sharded_parameter_checks
 pytestmark = pytest.mark.extensive
 
 #: Seconds after which processes that hang are ended.
-LIMIT = 400
+LIMIT = 900
 ROOT = Path(__file__).parents[2]
 
 
