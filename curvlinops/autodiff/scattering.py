@@ -1,8 +1,8 @@
 """Derivatives with respect to sharded parameters.
 
-A parameter is gathered, as a function of a leaf that stands for this process's part of it. The
-derivative adds the gradient of the whole parameter to a sum, of which each process has a part. If
-the derivative is differentiated again, a vector is gathered, which multiplies the gradient.
+A gathered parameter is a function of a leaf, which stands for it in the graph and has no memory.
+The backward pass adds the gradient of the whole parameter to a sum, of which each process has a
+part. If the gradient is differentiated again, the vector that multiplies it is gathered.
 """
 
 from collections.abc import Callable
@@ -98,9 +98,9 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """The gradient of a whole parameter, of which the numbers are not returned.
+    """The gradient of a whole parameter; what is returned stands for it and has no memory.
 
-    They go to the parts of a sum, or nowhere if the gradient is only differentiated again.
+    The gradient itself is added to a sum, or dropped if it is only differentiated again.
     """
 
     @staticmethod
@@ -131,7 +131,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Vector(torch.autograd.Function):
-    """The tensor of a vector for a parameter, in place of what stands for it."""
+    """The gathered vector for a parameter, given what stands for it."""
 
     @staticmethod
     def forward(zeros: Tensor, shards: Any, name: str) -> Tensor:

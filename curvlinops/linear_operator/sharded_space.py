@@ -155,7 +155,7 @@ class ShardedSpace(ParameterSpace):
 
     def vectors(self, X: Tensor) -> dict[str, Tensor]:
         """Return vectors as users get them, by the names of the parameters."""
-        columns = self.split_rows(X.reshape(len(X), -1).T)
+        columns = self.split_rows(X.unsqueeze(0) if X.ndim == 1 else X.T)
         return self.wholes(
             {n: x[0] if X.ndim == 1 else x.movedim(0, -1) for n, x in columns.items()}
         )

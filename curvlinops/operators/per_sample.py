@@ -195,11 +195,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _linearizations(self, num_products: int) -> Any:
         def build(problem: BatchProblem, is_kept: bool) -> JVP:
+            if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
+                return lambda V: products(self._rows_of(problem), self.risk.whole(V)).T
             # kept graphs are faster; so are graphs for one column of a small net, and for many
             # terms of a sample
-            # of sharded parameters, a graph would give all gradients at once
-            if self.risk.model.sharded:
-                return lambda V: products(self._rows_of(problem), self.risk.whole(V)).T
             if is_kept or num_products < 2 or self.terms == "term":
                 single = num_products == 1 and not is_kept and problem.can_substitute
                 return self._linearize(problem, single)

@@ -124,10 +124,9 @@ class EmpiricalRisk:
 
     def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return vectors of which each tensor is gathered when it is read; inside ``sharing``."""
-        shards = self.model.shards
         if not self.space.is_sharded:
             return columns
-        return GatheredColumns(columns, lambda name, part: shards.whole_vectors(name, part))
+        return GatheredColumns(columns, self.model.shards.whole_vectors)
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is true in any process with parts of vectors.
