@@ -9,6 +9,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -243,8 +244,12 @@ def tests(folder: str) -> list[str]:
     return [f"{ROOT}/test/{room}/test_{name}.py{test}" for room, name, test in paths]
 
 
-def verdict(folder: str, mistake: Mistake, copy: Path, seconds: float) -> str:
-    """Run a folder's tests on the copy of the package with a mistake."""
+def verdict(folder: str, mistake: Mistake, copy: Path, seconds: float) -> tuple[str, str]:
+    """Run a folder's tests on the copy of the package with a mistake.
+
+    Returns:
+        What happened, and the test that noticed the mistake.
+    """
     target = copy / mistake.path.relative_to(ROOT)
     options = ["-x", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
     environment = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -254,15 +259,17 @@ def verdict(folder: str, mistake: Mistake, copy: Path, seconds: float) -> str:
         [sys.executable, "-m", "pytest", *options, *tests(folder)],
         cwd=copy,
         env=os.environ | environment | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as process:
         try:
-            return "noticed" if process.wait(seconds) else "NOT NOTICED"
+            output = process.communicate(timeout=seconds)[0].decode()
+            failed = re.findall(r"^(?:FAILED|ERROR) \S*?test/(\S+)", output, re.MULTILINE)
+            return "noticed" if process.returncode else "NOT NOTICED", "".join(failed[:1])
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with what tests have started
-            return "timed out"
+            return "timed out", ""
         finally:
             target.write_bytes(mistake.path.read_bytes())
 
@@ -279,9 +286,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(PACKAGE, Path(name) / PACKAGE.name)
         for folder, mistake in drawn(args.seed, args.number, args.folder):
-            found = verdict(folder, mistake, Path(name), args.seconds)
+            found, by = verdict(folder, mistake, Path(name), args.seconds)
             verdicts[folder][found] += 1
-            print(f"{found:12} {mistake}", flush=True)
+            print(f"{found:12} {mistake}{by and f'  by {by}'}", flush=True)
     verdicts["all"] = sum(verdicts.values(), Counter())
     for folder, counts in verdicts.items():
         share = f"{counts['noticed']} of {counts.total()} noticed"
