@@ -67,9 +67,9 @@ class AdditiveLoss(Loss):
                 f"{self.name} has no gradient with respect to the model's output, so that its "
                 "curvature is zero. It may compute without gradients, or with decisions (argmax)."
             )
-        if samples is None:
-            return
         total = total.detach()
+        if samples is None or not total.isfinite():  # which is refused by the batch's number
+            return
         # the loss may compute in lower precision than its input or its value
         tolerance = max(_TOLERANCES.get(x.dtype, 5e-2) for x in (total, output))
         error = abs(float(total) - float(samples.sum()))

@@ -1,7 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums over all batches."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -117,10 +117,21 @@ class EmpiricalRisk:
 
     # --- sharded parameters
 
-    def sharing(self, vectors: Columns, sums: Columns) -> AbstractContextManager:
-        """Return a context in which processes share vectors and sums, see ``Shards.product``."""
-        shards = self.model.shards
-        return shards.product(vectors, sums) if self.space.is_sharded else nullcontext()
+    @contextmanager
+    def sharing(self, vectors: Columns, sums: Columns) -> Iterator[None]:
+        """Let processes share vectors and sums, see ``Shards.product``.
+
+        Afterwards all have passed over their data, or there is an error in all.
+        """
+        if not self.space.is_sharded:
+            yield
+            return
+        raises_in_all = self.peers is self.ranks  # around this context
+        with (
+            nullcontext() if raises_in_all else self.peers.raise_on_all_ranks(),
+            self.model.shards.product(vectors, sums),
+        ):
+            yield
 
     def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return vectors of which each tensor is gathered when it is read; inside ``sharing``."""

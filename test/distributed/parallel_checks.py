@@ -1,20 +1,10 @@
-"""Checks of test_parallel.py, which several processes run together.
+"""Checks of test_parallel.py: each process has the whole model, and a part of the data."""
 
-    python parallel_checks.py RANK SIZE FOLDER
-
-Each process has a part of the data. It writes to FOLDER which checks failed, and how.
-"""
-
-import contextlib
 import copy
-import datetime
-import json
 import pickle
 import re
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +18,19 @@ import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
 from models import Experts, Rewired, Using
 from problems import Problem
+from processes import (
+    Failing,
+    assert_alike_everywhere,
+    assert_same_everywhere,
+    classifier,
+    everywhere,
+    fails,
+    group,
+    part,
+    rank,
+    registry,
+    vector,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -37,29 +40,7 @@ import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.operators.kfac.sums import ChangedError
 
-#: By the number of processes: what they check together.
-CHECKS: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}}
-
-
-def check(size: int = 2) -> Callable:
-    def register(function: Callable[[], None]) -> Callable[[], None]:
-        CHECKS[size][function.__name__] = function
-        return function
-
-    return register
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def group() -> dist.ProcessGroup:
-    return dist.group.WORLD
-
-
-def part(data: list) -> list:
-    """This process's part of some batches: it takes turns with the others."""
-    return data[rank() :: dist.get_world_size()]
+CHECKS, check = registry()
 
 
 def both(case: str, p: Problem, **options: Any) -> tuple[Any, Any]:
@@ -67,52 +48,6 @@ def both(case: str, p: Problem, **options: Any) -> tuple[Any, Any]:
     shard = replace(p, data=part(p.data))
     together = ALL[case].build(shard, process_group=group(), **options)
     return together, ALL[case].build(p, **options)
-
-
-def everywhere(value: Tensor) -> list[Tensor]:
-    """A tensor of each process."""
-    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, value.contiguous())
-    return found
-
-
-def assert_same_everywhere(value: Any) -> None:
-    value = torch.as_tensor(value)
-    assert all(torch.equal(other, value) for other in everywhere(value))
-
-
-def assert_alike_everywhere(value: Any) -> None:
-    """Compare up to rounding, which depends on how numbers lie in memory."""
-    value = torch.as_tensor(value)
-    assert all(error(other, value) <= 1e-12 for other in everywhere(value))
-
-
-@contextlib.contextmanager
-def fails(own: type[Exception], match: str, on: int | None = None) -> Iterator:
-    """Expect an error: on one process its own, which the others name; or the same on all."""
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    else:
-        raise AssertionError("There is no error.")
-    if on is not None and rank() != on:
-        own, match = RuntimeError, f"Rank {on}: {own.__name__}: .*{match}"
-    assert type(error) is own and re.search(match, str(error), re.DOTALL), repr(error)
-
-
-def classifier(sizes: tuple[int, ...] = (4, 2, 3), **options: Any) -> Problem:
-    """A small problem, with more batches on the first process."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in sizes]
-    loss = nn.CrossEntropyLoss(**options)
-    return Problem(model, loss, list(model.parameters()), data, mc=True)
-
-
-def vector(operator: Any, *shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(operator.shape[1], *shape, generator=generator, dtype=operator.torch_dtype)
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -269,27 +204,10 @@ def algorithms_out_of_step() -> None:
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class Failing(nn.Module):
-    """Raises an error on one process, when asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.fails = nn.Linear(3, 3).double(), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails and rank() == 1:
-            raise KeyError("here")
-        return self.layer(x)
-
-
 @check()
 def errors_of_the_model() -> None:
-    p = classifier()
-    model = Failing()
-    p = replace(p, model=model, params=list(model.parameters()))
-    with torch.no_grad():
-        for param in p.params:
-            param.fill_(0.3)
+    p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 3)))
+    model = p.model[1]
     for case in ("hessian", "ggn", "mc", "fisher", "ggn-diagonal", "kfac", "ekfac"):
         model.fails = False
         together, alone = both(case, p)
@@ -625,7 +543,7 @@ def saving() -> None:
     for cls in (KFACLinearOperator, EKFACLinearOperator):
         case = "kfac" if cls is KFACLinearOperator else "ekfac"
         together, alone = both(case, p)
-        path = Path(sys.argv[3]) / f"{case}.{rank()}"
+        path = Path(f"{case}.{rank()}")
         together.save(path)
         alone.load(path)  # by a process alone
         torch.testing.assert_close(matrix(alone), matrix(together))
@@ -730,7 +648,7 @@ def placement_on_files() -> None:
     shard = replace(p, data=part(p.data))
     for case in ("kfac", "ekfac"):
         for placed in ("partition", "replicate"):
-            folder = Path(sys.argv[3]) / f"factors-{case}-{placed}-{size}"
+            folder = Path(f"factors-{case}-{placed}-{size}")
             options = {"factor_placement": placed, "fisher_type": "empirical"}
             other, alone = both(case, p, **options)
             expected = matrix(alone)
@@ -811,31 +729,5 @@ CHECKS[2] |= {
 def documentation() -> None:
     page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-    with contextlib.chdir(sys.argv[3]):
-        exec(compile(code, "distributed.md", "exec"), {})
+    exec(compile(code, "distributed.md", "exec"), {})
     assert "process_group" in code
-
-
-# --- a process ------------------------------------------------------------------------------------
-
-
-def main(checks: dict[int, dict[str, Callable]], rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=20)
-    rendezvous = f"file://{folder / 'rendezvous'}"
-    dist.init_process_group("gloo", rendezvous, limit, size, rank)
-    warnings.simplefilter("error")
-    found = {}
-    for name, run in checks[size].items():
-        try:
-            run()
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-        (folder / f"found.{rank}").write_text(json.dumps(found))
-        dist.barrier()  # a process that is elsewhere ends all
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(CHECKS, int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

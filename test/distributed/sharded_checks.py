@@ -1,49 +1,58 @@
-"""Checks of test_parallel.py with models whose frozen parameters are sharded over the processes.
-
-python sharded_checks.py RANK SIZE FOLDER
-"""
+"""Checks of test_parallel.py with models whose parameters are sharded over the processes."""
 
 import copy
-import sys
+import datetime
+import itertools
+import os
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import parallel_checks
+import numpy as np
+import problems
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
-from parallel_checks import assert_same_everywhere, fails, group, part, rank, vector
+from models import InnerSteps
 from problems import Problem
+from processes import (
+    Failing,
+    FailingData,
+    FailingLoss,
+    assert_same_everywhere,
+    classifier,
+    fails,
+    group,
+    part,
+    rank,
+    registry,
+    vector,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import curvlinops
+from curvlinops import ParameterSpace
 from curvlinops.integrations.transformers import problem
+from curvlinops.layers import rules
 
-CHECKS: dict[int, dict[str, Callable[[], None]]] = {2: {}, 3: {}, 4: {}}
+CHECKS, check = registry()
 
 #: Whether there are language models to check.
 try:
     import transformers
 except ImportError:
     transformers = None
-
-
-def check(*sizes: int) -> Callable:
-    def register(function: Callable[[], None]) -> Callable[[], None]:
-        for size in sizes or (2,):
-            CHECKS[size][function.__name__] = function
-        return function
-
-    return register
-
 
 # --- models ---------------------------------------------------------------------------------------
 
@@ -59,12 +68,6 @@ class LoRA(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) + (x @ self.down.T) @ self.up.T
-
-
-def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are differentiated."""
-    ends = (".down", ".up", "head.weight", "head.bias")
-    return {name: x for name, x in model.named_parameters() if name.endswith(ends)}
 
 
 class Net(nn.Module):
@@ -83,130 +86,37 @@ class Net(nn.Module):
         return self.head(self.act(self.second(x)))
 
 
-def classifier(
-    make: Callable[[], nn.Module] = Net, sizes: tuple[int, ...] = (4, 2, 3, 1)
-) -> Problem:
-    torch.manual_seed(0)
-    model = make().double()
-    data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in sizes]
-    return Problem(model, nn.CrossEntropyLoss(), adapters(model), data, mc=True)
+class Varied(nn.Module):
+    """Uses of parameters: position embeddings, functions, views, several uses, a class token."""
 
-
-def sharded(p: Problem, data: list | None = None, **options: Any) -> Problem:
-    """The problem with a copy of the model, of which all but ``params`` is sharded."""
-    model = copy.deepcopy(p.model)
-    chosen = adapters(model)
-    for child in model.modules():  # layers by themselves, as in a transformer
-        if isinstance(child, LoRA):
-            fully_shard(child, ignored_params=set(chosen.values()), **options)
-    fully_shard(model, ignored_params=set(chosen.values()), **options)
-    assert sum(isinstance(x, DTensor) for x in model.parameters()) > 0
-    return replace(p, model=model, params=chosen, data=part(p.data) if data is None else data)
-
-
-def compare(p: Problem, cases: Any = None, own: Problem | None = None) -> None:
-    """Compare operators on a sharded model with those of one process."""
-    own = own or sharded(p)
-    for case in cases or (name for name, kind in CASES.items() if kind.square):
-        together, alone = ALL[case].build(own, process_group=group()), ALL[case].build(p)
-        found, v = matrix(together), vector(alone)
-        expected = alone @ v
-        assert error(found, matrix(alone)) <= 1e-10, case
-        assert_same_everywhere(found)
-        assert error(together @ v, expected) <= 1e-10, case
-        with together.linearized():
-            for _ in range(3):
-                assert error(together @ v, expected) <= 1e-10, case
-        for mine, its in zip(together.gradient_and_loss(), alone.gradient_and_loss(), strict=True):
-            torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
-
-
-# --- numbers --------------------------------------------------------------------------------------
-
-
-@check(2, 3)
-def products() -> None:
-    compare(classifier())
-
-
-@check(2, 3)
-def factors() -> None:
-    compare(classifier(), ("kfac", "ekfac"))
-    p = classifier()
-    own = sharded(p)
-    alone = ALL["ekfac"].build(p, fisher_type="empirical")
-    folder = Path(sys.argv[3]) / "factors"
-    for options in (
-        {"factor_placement": "partition"},
-        {"directory": folder, "module_partitions": 2},
-        {"directory": folder},  # what was computed
-    ):
-        options |= {"process_group": group(), "fisher_type": "empirical"}
-        together = ALL["ekfac"].build(own, **options)
-        assert error(matrix(together.inverse(0.1)), matrix(alone.inverse(0.1))) <= 1e-10
-    alone.load(folder)
-    assert error(matrix(together), matrix(alone)) <= 1e-10
-    together = ALL["kfac"].build(own, process_group=group(), fisher_type="empirical")
-    together.update(p.data[rank()])
-    alone = ALL["kfac"].build(p, fisher_type="empirical")
-    for batch in p.data[: dist.get_world_size()]:
-        alone.update(batch)
-    assert error(together.trace(), alone.trace()) <= 1e-10
-
-
-@check()
-def losses_along_directions() -> None:
-    p = classifier()
-    together = ALL["hessian"].build(sharded(p), process_group=group())
-    alone = ALL["hessian"].build(p)
-    found, expected = (
-        curvlinops.loss_along(H, vector(alone, 2), [0, 0.3]) for H in (together, alone)
-    )
-    torch.testing.assert_close(found, expected)
-
-
-@check(2, 3)
-def rows() -> None:
-    """Each process has the rows of its own data; the processes only share the model."""
-    p = classifier()
-    own = sharded(p)
-    for case in ("gradients", "jacobian", "transposed"):
-        mine, alone = ALL[case].build(own), ALL[case].build(replace(p, data=own.data))
-        assert error(matrix(mine), matrix(alone)) <= 1e-10
-        v = vector(alone)
-        assert error(mine @ v, alone @ v) <= 1e-10
-        u = torch.ones(alone.shape[0]).double()
-        with (mine if case != "transposed" else mine.operator).linearized():
-            for _ in range(2):
-                assert error(mine.T @ u, alone.T @ u) <= 1e-10
-    for name in ("dense", "norms", "gram", "second_moment", "variance"):
-        mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
-        assert error(getattr(mine, name)(), getattr(alone, name)()) <= 1e-10
-    torch.testing.assert_close(mine.gradient_and_loss(), alone.gradient_and_loss())
-    P = vector(alone, 3)
-    assert error(mine.scores(P), alone.scores(P)) <= 1e-10
-    assert error(mine @ P, alone @ P) <= 1e-10
-    mine, alone = (ALL["jacobian"].build(replace(x, data=own.data)) for x in (own, p))
-    assert error(mine.gram(), alone.gram()) <= 1e-10
-
-
-class WithoutRule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.full((1, 1), 0.7))
+        self.embed, self.positions = nn.Linear(3, 5), nn.Embedding(7, 5)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
+        self.token = nn.Parameter(torch.randn(1, 1, 5))
+        self.parts = nn.Parameter(torch.randn(10, 5) / 2)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.kron(x, self.up).tanh()
+        x = self.embed(x.unsqueeze(1) * torch.linspace(0.5, 1, 4).double().unsqueeze(1))
+        x = torch.cat([self.token.expand(len(x), -1, -1), x + self.positions.weight.mean()], 1)
+        x = x + self.positions(torch.arange(5))
+        x = self.normed(x).tanh() @ self.parts[:5].T + x @ self.parts[5:]
+        x = self.norm(x) @ self.embed.weight
+        return self.head(x @ self.embed.weight.T).mean(1)
 
 
-@check()
-def samples_one_by_one() -> None:
-    p = classifier(lambda: Net(WithoutRule()))
-    own = sharded(p)
-    mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
-    assert error(mine.dense(), alone.dense()) <= 1e-10
-    assert list(mine.fallbacks) == ["act.up"]
-    compare(p, ("fisher", "ggn-diagonal"), own)
+class Vectors(nn.Module):
+    """A weight of one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.single = nn.Linear(3, 5), nn.Parameter(torch.randn(5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x).tanh()
+        return self.head(x * nn.functional.linear(x, self.single).unsqueeze(-1))
 
 
 class Recurrent(nn.Module):
@@ -223,82 +133,15 @@ class Recurrent(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(0))
 
 
-@check()
-def calls_that_are_replaced() -> None:
-    p = classifier(Recurrent)
-    names = ("lstm", "attention", "head")
-    p = replace(p, params=curvlinops.select_parameters(p.model, *names))
-    model = copy.deepcopy(p.model)
-    chosen = curvlinops.select_parameters(model, *names)
-    fully_shard(model, ignored_params=set(chosen.values()))
-    own = replace(p, model=model, params=chosen, data=part(p.data))
-    compare(p, ("hessian", "ggn", "fisher", "kfac", "ekfac"), own)
-    mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
-    assert error(mine.dense(), alone.dense()) <= 1e-10
-    assert not mine.fallbacks
+class WithoutRule(nn.Module):
+    """A call that no rule knows."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.full((1, 1), 0.7))
 
-@check()
-def checkpoints() -> None:
-    p = classifier()
-    p.model.uses_checkpoint = True
-    compare(p, ("hessian", "ggn", "fisher", "kfac"))
-
-
-@check(4)
-def replicas_of_shards() -> None:
-    """Two groups of two processes have one copy each."""
-    p = classifier()
-    own = sharded(p, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    compare(p, ("hessian", "ggn", "kfac"), own)
-    mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
-    assert error(mine.dense(), alone.dense()) <= 1e-10
-
-
-def language_model(kind: str, adapted: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    if kind == "GPT2":
-        options = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 6}
-    else:
-        options = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-        options |= {"hidden_size": 8, "intermediate_size": 14, "vocab_size": 11}
-    config = getattr(transformers, f"{kind}Config")(**options)
-    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, f"{kind}{suffix}")(config).double().eval()
-    for block in model.transformer.h if kind == "GPT2" else model.model.layers:
-        if kind == "Llama":  # whose own norms compute in float32
-            block.input_layernorm = nn.RMSNorm(8, dtype=torch.float64)
-            block.post_attention_layernorm = nn.RMSNorm(8, dtype=torch.float64)
-            model.model.norm = nn.RMSNorm(8, dtype=torch.float64)
-        if adapted and kind == "GPT2":
-            block.attn.c_attn = LoRA(block.attn.c_attn, 8, 24)
-        elif adapted:
-            block.self_attn.v_proj = LoRA(block.self_attn.v_proj, 8, 4)
-    for name, x in model.named_parameters():
-        x.requires_grad_(not adapted or name.endswith((".down", ".up")))
-    return model
-
-
-def language_models(kind: str) -> Callable[[], None]:
-    def run() -> None:
-        if transformers is None:
-            return
-        model = language_model(kind)
-        texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
-        p = Problem(*problem(model, texts), mc=True)
-        copied = sharded(replace(p, model=model), texts).model
-        own = Problem(*problem(copied, part(texts)), mc=True)
-        compare(p, ("hessian", "ggn", "fisher-samples", "kfac"), own)
-        mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
-        assert error(mine.dense(), alone.dense()) <= 1e-10
-
-    return run
-
-
-CHECKS[2] |= {f"language-models-{kind}": language_models(kind) for kind in ("GPT2", "Llama")}
-
-
-# --- processes out of step ------------------------------------------------------------------------
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.kron(x, self.up).tanh()
 
 
 class WithoutBatching(torch.autograd.Function):
@@ -320,66 +163,637 @@ class Sine(nn.Module):
         return WithoutBatching.apply(x) if rank() == 0 else x.sin()
 
 
+# --- problems -------------------------------------------------------------------------------------
+
+
+def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    ends = (".down", ".up", "head.weight", "head.bias")
+    return {name: x for name, x in model.named_parameters() if name.endswith(ends)}
+
+
+def every(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def small(
+    make: Callable[[], nn.Module] = Net,
+    sizes: tuple[int, ...] = (4, 2, 3, 1),
+    choose: Callable = every,
+) -> Problem:
+    p = classifier(sizes, make)
+    return replace(p, params=choose(p.model))
+
+
+def sharded(
+    p: Problem, data: list | None = None, by_layer: bool = True, whole: Any = (), **options: Any
+) -> Problem:
+    """The problem with a copy of the model, and a process's part of the data.
+
+    All parameters of the copy are sharded but those that ``whole`` names.
+    """
+    model = copy.deepcopy(p.model)
+    ignored = {x for name, x in model.named_parameters() if name in whole}
+    for child in model.modules() if by_layer else ():  # by themselves, as in a transformer
+        own = set(child.parameters())
+        if isinstance(child, nn.Linear | nn.Embedding) and not own <= ignored:
+            fully_shard(child, ignored_params=own & ignored, **options)
+    fully_shard(model, ignored_params=ignored, **options)
+    found = every(model)
+    assert all(isinstance(x, DTensor) == (name not in whole) for name, x in found.items())
+    params = {name: found[name] for name in p.params}
+    return replace(p, model=model, params=params, data=part(p.data) if data is None else data)
+
+
+def kinds(make: Callable[[], nn.Module] = Net, *args: Any) -> Iterator[tuple[Problem, Problem]]:
+    """Problems, and sharded ones: a frozen base with whole adapters, then all parameters."""
+    p = small(make, *args, choose=adapters)
+    yield p, sharded(p, whole=p.params)
+    p = small(make, *args)
+    yield p, sharded(p)
+
+
+# --- vectors and comparisons ----------------------------------------------------------------------
+
+
+def spread(own: Problem, flat: Tensor) -> dict[str, Tensor]:
+    """Vectors with the parameters' placements: whole tensors, or DTensors."""
+    parts = ParameterSpace({n: x.shape for n, x in own.params.items()}).split(flat)
+    return {
+        n: distribute_tensor(part, own.params[n].device_mesh, own.params[n].placements)
+        if isinstance(own.params[n], DTensor)
+        else part
+        for n, part in parts.items()
+    }
+
+
+def joined(own: Problem, tensors: Any) -> Tensor:
+    """The whole vectors of which processes have parts."""
+    tensors = tensors if isinstance(tensors, dict) else dict(zip(own.params, tensors, strict=True))
+    wholes = {}
+    for name, x in own.params.items():
+        wholes[name] = found = tensors[name]
+        if isinstance(x, DTensor):
+            assert found.placements == x.placements
+            wholes[name] = found.full_tensor()
+    return ParameterSpace({n: x.shape for n, x in own.params.items()}).join(wholes)
+
+
+def has_parts(own: Problem) -> bool:
+    """Whether processes have parts of the vectors."""
+    return any(isinstance(x, DTensor) for x in own.params.values())
+
+
+def whole_matrix(own: Problem, A: Any) -> Tensor:
+    """The matrix, from products with the unit vectors."""
+    return joined(own, A @ spread(own, torch.eye(A.shape[1]).double()))
+
+
+def flat_diagonal(own: Problem, A: Any) -> Tensor:
+    return joined(own, A.diagonal()) if has_parts(own) else A.diagonal()
+
+
+def compare(
+    p: Problem, own: Problem, cases: Any = ("hessian", "ggn", "fisher"), **options: Any
+) -> None:
+    """Compare products with those of a whole model in one process."""
+    for case in cases:
+        together, alone = ALL[case].build(own, process_group=group(), **options), ALL[case].build(p)
+        V = vector(alone, 3)
+        for v in (V, V[:, 0]):
+            product, mine = alone @ v, spread(own, v)
+            assert error(joined(own, together @ mine), product) <= 1e-10, case
+            with together.linearized():
+                for _ in range(2):
+                    found = together @ list(mine.values())
+                    assert error(joined(own, found), product) <= 1e-10, case
+        if not has_parts(own):
+            found = matrix(together)
+            assert error(found, matrix(alone)) <= 1e-10, case
+            assert_same_everywhere(found)
+        (gradient, loss), (its, its_loss) = (A.gradient_and_loss() for A in (together, alone))
+        assert error(joined(own, gradient), ParameterSpace.of(p.params).join(its)) <= 1e-10
+        torch.testing.assert_close(loss, its_loss)
+
+
+def compare_rows(p: Problem, own: Problem, **options: Any) -> None:
+    """Compare the rows of this process's data with those of a whole model."""
+    ours = replace(p, data=own.data)
+    for case in ("jacobian", "gradients"):
+        its = options if case == "gradients" else {}
+        mine, alone, everywhere = (ALL[case].build(x, **its) for x in (own, ours, p))
+        V = vector(alone, 3)
+        for v in (V, V[:, 0]):
+            assert error(mine @ spread(own, v), alone @ v) <= 1e-10
+            with mine.linearized():
+                for _ in range(2):
+                    assert error(mine @ spread(own, v), alone @ v) <= 1e-10
+        # parts of vectors have the rows of all processes
+        whose = everywhere if has_parts(own) else alone
+        product = joined(own, mine.T @ [torch.ones(mine.codomain.shapes[""]).double()])
+        assert error(product, whose.T @ torch.ones(whose.shape[0]).double()) <= 1e-10
+    for name in ("dense", "norms", "gram", "second_moment", "variance"):
+        assert error(getattr(mine, name)(), getattr(alone, name)()) <= 1e-10, name
+    assert not mine.fallbacks
+    own_V = spread(own, V)
+    low_rank = mine.low_rank(own_V, 1)
+    assert error(mine.scores(low_rank), alone.scores(alone.low_rank(V, 1))) <= 1e-10
+    folder = Path(f"scores of {rank()}")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{len(list(folder.iterdir()))}.npy"
+    for options in ({}, {"out": path}, {"out": path}):  # computed, then found
+        found = torch.tensor(np.asarray(mine.scores(own_V, **options)))
+        assert error(found, alone.scores(V)) <= 1e-10
+
+
+def compare_factors(p: Problem, own: Problem, **options: Any) -> None:
+    """Compare factors with those of one process."""
+    options["process_group"] = group()
+    for case in ("kfac", "ekfac"):
+        together = ALL[case].build(own, **options)
+        # eigenvectors of equal eigenvalues, as in null spaces, depend on the order of sums
+        same = {"data": own.data} if case == "ekfac" else {}
+        ours = options if same else options | {"process_group": None}
+        alone = ALL[case].build(replace(p, **same), **ours)
+        found = whole_matrix(own, together)
+        assert error(found, matrix(alone)) <= 1e-10, (case, options)
+        assert_same_everywhere(found)
+        v = vector(alone)
+        product = joined(own, together.inverse(0.1) @ spread(own, v))
+        assert error(product, alone.inverse(0.1) @ v) <= 1e-10, (case, options)
+        assert error(flat_diagonal(own, together), alone.diagonal()) <= 1e-10
+        damped = together.damped(0.1), alone.damped(0.1)
+        for name in ("logdet", "trace", "frobenius_norm"):
+            found, expected = (getattr(A, name)() for A in damped)
+            assert error(found, expected) <= 1e-10, (case, name, options)
+        alone = ALL[case].build(p, **options | {"process_group": None})
+        assert error(together.trace(), alone.trace()) <= 1e-10, (case, options)
+
+
+SETTINGS = (
+    {"fisher_type": "empirical", "kfac_approx": "expand"},
+    {"fisher_type": "empirical", "kfac_approx": "reduce", "separate_weight_and_bias": False},
+    {"fisher_type": "mc", "mc_samples": 2},
+    {"fisher_type": "type-2"},
+)
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+@check(2, 3)
+def products() -> None:
+    for p, own in kinds():
+        factored = ("kfac", "ekfac", "ggn-diagonal")
+        compare(p, own, [c for c, k in CASES.items() if k.square and c not in factored])
+        if not has_parts(own):
+            compare(p, own, ["ggn-diagonal"])
+    for make in (Vectors, Varied):
+        p = small(make)
+        compare(p, sharded(p), ("hessian", "ggn", "fisher-samples"))
+
+
+@check(2, 3)
+def factors_and_rows() -> None:
+    for p, own in kinds():
+        for options in SETTINGS:
+            compare_factors(p, own, **options)
+        compare_rows(p, own)
+        compare_rows(p, own, terms="term")
+
+
+@check()
+def uses() -> None:
+    p = small(Varied)
+    for by_layer in (True, False):
+        own = sharded(p, by_layer=by_layer)
+        some = ("positions.weight", "head.weight", "parts")  # the others are constants
+        few, own_few = (replace(q, params={n: q.params[n] for n in some}) for q in (p, own))
+        compare_rows(p, own)
+        compare_rows(few, own_few)
+        compare_factors(p, own, fisher_type="empirical")
+        for pair in ((p, own), (few, own_few)):
+            compare_factors(*pair, fisher_type="type-2")
+
+
+@check()
+def calls_that_are_recorded() -> None:
+    """Calls that others take the place of, and checkpoints, which read parameters again."""
+    whole = small(Recurrent)
+    some = curvlinops.select_parameters(whole.model, "lstm", "attention", "head")
+    few = replace(whole, params=some)
+    lstm = [name for name in some if name.startswith("lstm")]
+    for p, own in (
+        (few, sharded(few, whole=some)),
+        (whole, sharded(whole, by_layer=False, whole=lstm)),
+    ):
+        compare(p, own, ("hessian", "ggn", "fisher"))
+        compare_rows(p, own)
+        compare_factors(p, own, fisher_type="empirical")
+
+    def with_checkpoints() -> nn.Module:
+        net = Net()
+        net.uses_checkpoint = True
+        return net
+
+    for p, own in kinds(with_checkpoints):
+        compare(p, own)
+        compare_rows(p, own)
+        compare_factors(p, own, fisher_type="type-2")
+
+
+#: Problems with convolutions, attention, tied weights, checkpoints, and derivatives in the loss.
+NAMES = (
+    *("cnn", "group-norm", "transformer-tied", "self-attention", "embedding-bag-mean"),
+    *("weight-norm", "used-twice", "checkpoint", "pinn", "classes-ce-ignore-mean"),
+)
+
+
+@check()
+def problems_of_the_suite() -> None:
+    for name in NAMES:
+        p = problems.make(name)
+        names = {id(x): n for n, x in p.model.named_parameters()}
+        given = p.params.values() if isinstance(p.params, dict) else p.params
+        data = p.data * 2 if len(p.data) == 1 else p.data
+        p = replace(p, params={names[id(x)]: x for x in given}, data=data)
+        numbers = [n for n, x in p.model.named_parameters() if not x.ndim]
+        compare(p, sharded(p, by_layer=False, whole=numbers), ("hessian", "ggn"))
+
+
+def language_model(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "GPT2":
+        options = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 11, "n_positions": 6}
+    else:
+        options = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+        options |= {"hidden_size": 8, "intermediate_size": 14, "vocab_size": 11}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{kind}{suffix}")(config).double().eval()
+    for block in blocks(model) if kind == "Llama" else ():  # whose own norms compute in float32
+        block.input_layernorm = nn.RMSNorm(8, dtype=torch.float64)
+        block.post_attention_layernorm = nn.RMSNorm(8, dtype=torch.float64)
+        model.model.norm = nn.RMSNorm(8, dtype=torch.float64)
+    return model
+
+
+def blocks(model: nn.Module) -> nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def language_models(kind: str, is_adapted: bool) -> Callable[[], None]:
+    def run() -> None:
+        if transformers is None:
+            return
+        model = language_model(kind)
+        for block in blocks(model) if is_adapted else ():
+            if kind == "GPT2":
+                block.attn.c_attn = LoRA(block.attn.c_attn, 8, 24)
+            else:
+                block.self_attn.v_proj = LoRA(block.self_attn.v_proj, 8, 4)
+        for name, x in model.named_parameters():
+            x.requires_grad_(not is_adapted or name.endswith((".down", ".up")))
+        texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+        copied, p = copy.deepcopy(model), Problem(*problem(model, texts), mc=True)
+        ignored = set(adapters(copied).values()) if is_adapted else set()
+        for layer in (*blocks(copied), copied):
+            fully_shard(layer, ignored_params=ignored & {*layer.parameters()})
+        own = Problem(*problem(copied, part(texts)), mc=True)
+        assert has_parts(own) != is_adapted
+        compare(p, own, ("hessian", "ggn", "fisher-samples"))
+        compare_rows(p, own)
+        for options in SETTINGS[:3]:
+            compare_factors(p, own, **options)
+        assert (kind == "GPT2") == (copied.lm_head.weight is copied.get_input_embeddings().weight)
+
+    return run
+
+
+for _kind, _is_adapted in itertools.product(("GPT2", "Llama"), (True, False)):
+    _suffix = "-adapted" if _is_adapted else ""
+    check(name=f"language-models-{_kind}{_suffix}")(language_models(_kind, _is_adapted))
+
+
+@check()
+def samples_one_by_one() -> None:
+    """Calls without a rule, which only whole parameters may have."""
+    p = small(lambda: Net(WithoutRule()), choose=adapters)
+    own = sharded(p, whole=p.params)
+    mine, alone = (ALL["gradients"].build(replace(x, data=own.data)) for x in (own, p))
+    assert error(mine.dense(), alone.dense()) <= 1e-10
+    assert list(mine.fallbacks) == ["act.up"]
+    compare(p, own, ("fisher", "ggn-diagonal"))
+
+
+@check()
+def some_parameters_are_whole() -> None:
+    p = small(Varied)
+    own = sharded(p, by_layer=False, whole=("head.weight", "head.bias"))
+    names = ("parts", "head.weight", "head.bias", "embed.bias")  # the others are constants
+    few, own = (replace(q, params={n: q.params[n] for n in names}) for q in (p, own))
+    compare(few, own, ("hessian", "ggn"))
+    compare_rows(few, own)
+    compare_factors(few, own, fisher_type="empirical")
+    H, M = ALL["hessian"].build(own, process_group=group()), matrix(ALL["hessian"].build(few))
+    v = torch.ones(len(M)).double()
+    J = ALL["jacobian"].build(own)
+    products = J.T @ [torch.ones(J.codomain.shapes[""]).double()]
+    local = curvlinops.SubmatrixLinearOperator(J.T, ["head.weight"], range(J.shape[0]))
+    found = local @ torch.ones(J.shape[0]).double()
+    torch.testing.assert_close(found, products[list(own.params).index("head.weight")].flatten())
+    found = curvlinops.CGInverseLinearOperator(H @ H, damping=0.1, rtol=1e-12) @ spread(own, v)
+    expected = torch.linalg.solve(M @ M + 0.1 * torch.eye(len(M)).double(), v)
+    assert error(joined(own, found), expected) <= 1e-8
+    pairs = curvlinops.eigsh(H, k=3, block_size=2, seed=0)
+    V = joined(own, pairs.eigenvectors)
+    assert error(M @ V, V * pairs.eigenvalues) <= 1e-8
+
+
+@check()
+def losses_along_directions() -> None:
+    p = small(choose=adapters)
+    own = sharded(p, whole=p.params)
+    together, alone = ALL["hessian"].build(own, process_group=group()), ALL["hessian"].build(p)
+    found, expected = (
+        curvlinops.loss_along(H, vector(alone, 2), [0, 0.3]) for H in (together, alone)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@check(4)
+def replicas_of_shards() -> None:
+    """Two groups of two processes have one copy each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    p = small(choose=adapters)
+    own = sharded(p, whole=p.params, mesh=mesh)
+    compare(p, own)
+    compare_rows(p, own)
+    compare_factors(p, own, fisher_type="empirical")
+    p = small()
+    own = sharded(p, mesh=mesh)
+    compare(p, own, ("hessian",))
+    compare_factors(p, own, fisher_type="empirical")
+    with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
+        ALL["hessian"].build(sharded(p, mesh=mesh["shard"]), process_group=group())
+
+
+@check()
+def files_and_updates() -> None:
+    for p, own in kinds():
+        folder = Path(f"sharded factors {has_parts(own)}")
+        alone = ALL["ekfac"].build(p, fisher_type="empirical")
+        for options in (
+            {"factor_placement": "partition"},
+            {"module_partitions": 3},
+            {"directory": folder, "module_partitions": 2},
+            {"directory": folder, "factor_placement": "partition"},  # what was computed
+        ):
+            options |= {"process_group": group(), "fisher_type": "empirical"}
+            together = ALL["ekfac"].build(own, **options)
+            found = whole_matrix(own, together.inverse(0.1))
+            assert error(found, matrix(alone.inverse(0.1))) <= 1e-10
+            assert error(together.trace(), alone.trace()) <= 1e-10
+        alone.load(folder)
+        assert error(whole_matrix(own, together), matrix(alone)) <= 1e-10
+        together = ALL["kfac"].build(own, process_group=group(), fisher_type="empirical")
+        together.update(p.data[rank()])
+        alone = ALL["kfac"].build(p, fisher_type="empirical")
+        for batch in p.data[: dist.get_world_size()]:
+            alone.update(batch)
+        assert error(together.trace(), alone.trace()) <= 1e-10
+
+
+@check(3)
+def solvers() -> None:
+    net = lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+    p = small(net, (4, 3, 2))
+    own = sharded(p, by_layer=False)
+    G, H = (ALL[case].build(own, process_group=group()) for case in ("ggn", "hessian"))
+    M, N = (matrix(ALL[case].build(p)) for case in ("ggn", "hessian"))
+    eye, v = torch.eye(len(M)).double(), vector(ALL["ggn"].build(p))
+    mine, expected = spread(own, v), torch.linalg.solve(M + 0.1 * eye, v)
+    K = ALL["kfac"].build(own, process_group=group()).inverse(0.1)
+    for solver, options in (
+        (curvlinops.CGInverseLinearOperator, {}),
+        (curvlinops.CGInverseLinearOperator, {"preconditioner": K}),
+        (curvlinops.MINRESInverseLinearOperator, {}),
+    ):
+        found = solver(G, damping=0.1, rtol=1e-12, **options) @ mine
+        assert error(joined(own, found), expected) <= 1e-10
+    series = curvlinops.NeumannInverseLinearOperator(G.damped(0.5), num_terms=100, scale=0.5)
+    assert error(joined(own, series @ mine), torch.linalg.solve(M + 0.5 * eye, v)) <= 1e-8
+    for which in ("LM", "SA"):
+        pairs = curvlinops.eigsh(H, k=3, which=which, seed=0)
+        values, V = pairs.eigenvalues, joined(own, pairs.eigenvectors)
+        assert error(N @ V, V * values) <= 1e-8
+        assert error(V.T @ V, torch.eye(3).double()) <= 1e-10
+        expected = torch.linalg.eigvalsh(N)
+        if which == "LM":
+            expected = expected[expected.abs().argsort(descending=True)]
+        assert error(values, expected[:3].sort().values) <= 1e-8
+    found = {
+        name: getattr(curvlinops, name)(G, 24, seed=1)
+        for name in ("hutchinson_trace", "hutchpp_trace", "xtrace", "xnystrace", "xdiag")
+    }
+    for name in ("hutchpp_trace", "xtrace", "xnystrace"):
+        assert error(found[name], M.trace()) <= 1e-2
+    found["xdiag"] = joined(own, found["xdiag"])
+    assert error(found["xdiag"], M.diagonal()) <= 0.1
+    found["logdet"] = curvlinops.lanczos_logdet(G.damped(0.1), ncv=15, num_repeats=2, seed=1)
+    found["grid"], found["density"] = curvlinops.lanczos_approximate_spectrum(H, ncv=8, seed=1)
+    for x in found.values():
+        assert_same_everywhere(x)
+    # random vectors do not depend on the number of processes
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "shard"))
+    alone = sharded(p, p.data, by_layer=False, mesh=mesh["shard"])
+    G = ALL["ggn"].build(alone, process_group=mesh["shard"].get_group())
+    trace = curvlinops.hutchinson_trace(G, 24, seed=1)
+    assert error(trace, found["hutchinson_trace"]) <= 1e-10
+
+
+# --- processes out of step ------------------------------------------------------------------------
+
+
+@check(3)
+def unequal_data() -> None:
+    p = small(sizes=(4, 2, 3, 1, 2))
+    X, y = p.data[0]
+    own = sharded(p, p.data if rank() == 0 else [(X[:0], y[:0])])
+    compare(p, own)
+    compare_factors(p, own, fisher_type="empirical")
+    mine = ALL["gradients"].build(own)
+    assert mine.dense().shape == (12 if rank() == 0 else 0, mine.shape[1])
+    others = p.data[rank() :: dist.get_world_size() - 1]
+    compare_rows(p, sharded(p, p.data[:1] if rank() == 0 else others))
+
+
 @check()
 def different_evaluations() -> None:
     """Other numbers of batches, columns at once, and kept graphs."""
-    p = classifier(lambda: Net(Sine()), (4, 2, 3, 1, 2))
-    few = sharded(p, p.data[:1] if rank() == 0 else p.data[1:])
-    for case in ("hessian", "ggn", "fisher", "kfac"):
-        cache = ("auto", "none")[rank()]
-        options = {"fisher_type": "type-2"} if case == "kfac" else {"chunk_size": 3}
-        together = ALL[case].build(few, process_group=group(), cache=cache, **options)
-        alone = ALL[case].build(p, **options)
-        V = vector(alone, 5)
-        for _ in range(2):
-            with together.linearized():
-                for _ in range(2):
-                    assert error(together @ V, alone @ V) <= 1e-10
-    mine = ALL["gradients"].build(few)
-    assert error(mine.dense(), ALL["gradients"].build(replace(p, data=few.data)).dense()) <= 1e-10
 
+    def net() -> Net:
+        return Net(Sine())
 
-class Failing(nn.Module):
-    """Raises an error on one process, when asked to."""
-
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails and rank() == 1:
-            raise KeyError("here")
-        return x.tanh()
+    for p in (small(net, (4, 2, 3, 1, 2), adapters), small(net, (4, 2, 3, 1, 2))):
+        whole = p.params if len(p.params) < len(every(p.model)) else ()
+        own = sharded(p, p.data[:1] if rank() == 0 else p.data[1:], whole=whole)
+        cache, chunk_size = ("auto", "none")[rank()], 2 if whole else 1
+        with warnings.catch_warnings():  # on one process
+            warnings.filterwarnings("ignore", ".*(not|cannot be) compared")
+            compare(p, own, ("hessian", "ggn", "fisher"), cache=cache, chunk_size=chunk_size)
+            compare_rows(p, own)
+            compare_factors(p, own, fisher_type="type-2", cache=cache)
+            if whole:
+                continue
+            G = ALL["ggn"].build(own, process_group=group())
+            with fails(RuntimeError, "product of several vectors failed.*chunk_size=1", on=0):
+                G @ spread(own, torch.ones(G.shape[0], 3).double())
 
 
 @check()
 def errors() -> None:
-    p = classifier(lambda: Net(Failing()))
+    """An error in the model, the loss or the data of one process is raised in all."""
+    for _, own in kinds(lambda: Net(Failing())):
+        own = replace(own, data=FailingData(own.data), loss=FailingLoss())
+        culprits = own.model.act, own.data, own.loss
+        for case in ("kfac", "hessian", "ggn", "fisher", "gradients", "jacobian"):
+            options = {"process_group": group()} if ALL[case].square else {}
+            options |= {"fisher_type": "empirical"} if case == "kfac" else {}
+            for culprit in culprits[:2] if case == "jacobian" else culprits:
+                together = ALL[case].build(own, **options)
+                v = spread(own, torch.ones(together.shape[1]).double())
+                uses = [lambda A=together, v=v: A @ v]
+                if culprit is own.model.act:
+                    uses.append(lambda c=case, own=own, o=options: ALL[c].build(own, **o))
+                    uses += [together.gradient_and_loss] if case != "jacobian" else []
+                if not ALL[case].square:
+                    u = [torch.ones(together.codomain.shapes[""]).double()]
+                    uses.append(lambda A=together, u=u: A.T @ u)
+                culprit.fails = True
+                for use in uses:
+                    with fails(KeyError, "here", on=1):
+                        use()
+                culprit.fails = False
+                together @ v
+        data = list(own.data)
+        if rank() == 1:
+            X, y = data[0]
+            data = [(X * torch.nan, y)]
+        with fails(ValueError, "loss on batch 0 is nan|output on batch 0 has NaN", on=1):
+            ALL["gradients"].build(replace(own, data=data), check_deterministic=False).dense()
+
+
+class Ending(nn.Module):
+    """Ends one process, when asked to."""
+
+    ends = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ends and rank() == 1:
+            os._exit(1)
+        return x.tanh()
+
+
+def ended_process(rank: int, folder: str) -> None:
+    """The other process has an error, and does not wait for ever."""
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", limit, 2, rank)
+    own = sharded(small(lambda: Net(Ending())))
+    H = ALL["hessian"].build(own, process_group=group())
+    own.model.act.ends = True
+    try:
+        H @ spread(own, torch.ones(H.shape[1]).double())
+    except RuntimeError as error:
+        Path(folder, "error").write_text(str(error))
+    os._exit(0)  # there is nobody to say goodbye to
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class FullTensors(TorchDispatchMode):
+    """Counts the tensors of a size that operations made and that are still alive."""
+
+    def __init__(self, num_bytes: int):
+        super().__init__()
+        self.num_bytes, self.alive, self.most = num_bytes, 0, 0
+        self._seen: weakref.WeakSet = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            has_memory = isinstance(x, Tensor) and not isinstance(x, DTensor)
+            if has_memory and x.device.type == "cpu" and not x._is_zerotensor():
+                self._see(x.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        is_full = self.num_bytes <= storage.nbytes() < 2 * self.num_bytes
+        if is_full and storage not in self._seen:
+            self._seen.add(storage)
+            self.alive += 1
+            weakref.finalize(storage, self._forget)
+            if self.alive > self.most:
+                time.sleep(0.01)  # another thread frees what was communicated
+            self.most = max(self.most, self.alive)
+
+    def _forget(self) -> None:
+        self.alive -= 1
+
+
+class Deep(nn.Module):
+    """Layers that use their weights directly, transposed, and as tables of positions."""
+
+    def __init__(self, size: int = 40):
+        super().__init__()
+        self.first = nn.Linear(3, size)
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(6))
+        self.tables = nn.ModuleList(nn.Embedding(size, size) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer, table in zip(self.layers[:3], self.tables, strict=True):
+            x = torch.tanh(layer(x) + table(torch.arange(4)).sum(0))
+        for layer in self.layers[3:]:
+            x = torch.tanh(x @ layer.weight.T + layer.bias)
+        return x
+
+
+@check()
+def few_parameters_are_in_memory() -> None:
+    """Of full size: beside parts of parameters, vectors and products."""
+
+    def deep(is_adapted: bool) -> nn.Module:
+        layers = [nn.Linear(40, 40, bias=False) for _ in range(8)]
+        layers = [LoRA(layer, 40, 40) if is_adapted else layer for layer in layers]
+        return nn.Sequential(nn.Linear(3, 40), *(x for y in layers for x in (y, nn.Tanh())))
+
+    for make, choose, limit in (
+        (lambda: deep(False), every, 4),
+        (lambda: deep(True), adapters, 2),
+    ):
+        p = small(make, (4, 2, 3), choose)
+        own = sharded(p, whole=p.params if choose is adapters else ())
+        for case in ("hessian", "ggn", "fisher"):
+            A = ALL[case].build(own, process_group=group())
+            v = spread(own, torch.ones(A.shape[1]).double())
+            for product in (lambda A=A, v=v: A @ v, A.gradient_and_loss):
+                with FullTensors(40 * 40 * 8) as full:
+                    product()
+                assert 0 < full.most <= limit, (case, full.most)
+                assert full.alive == 0
+    p = small(Deep, (4, 2, 3, 3))  # gradients of one sample would count
     own = sharded(p)
-    act = own.model.act
-    for case in ("hessian", "ggn", "ggn-diagonal", "kfac", "gradients", "jacobian"):
-        options = {"process_group": group()} if ALL[case].square else {}
-        act.fails = False
-        together = ALL[case].build(own, **options)
-        alone = ALL[case].build(replace(p, data=own.data) if not options else p)
-        v = vector(alone)
-        act.fails = True
-        with fails(KeyError, "here", on=1):
-            together @ v
-        with fails(KeyError, "here", on=1):
-            ALL[case].build(own, **options)
-        if case != "jacobian":
-            with fails(KeyError, "here", on=1):
-                together.gradient_and_loss()
-        act.fails = False
-        assert error(together @ v, alone @ v) <= 1e-10
-    data = own.data
-    if rank() == 1:
-        X, y = data[0]
-        data = [(X * torch.nan, y)]
-    with fails(ValueError, "batch 0", on=1):
-        ALL["gradients"].build(replace(own, data=data), check_deterministic=False).dense()
-
-
-# --- what is kept, and what stays -----------------------------------------------------------------
+    options = {"process_group": group(), "max_factor_size": 8, "fallback": "diagonal"}
+    # without factors of this size, except for the blocks of the tables
+    for case, own_options, num_kept in (("kfac", options, 3), ("gradients", {}, 0)):
+        with FullTensors(40 * 40 * 8) as full:
+            A = ALL[case].build(own, **own_options)
+            assert 0 < full.most <= 3
+            A.compute_kronecker_factors() if case == "kfac" else A.norms()
+        assert full.most <= 3 + num_kept
+        assert full.alive == num_kept
 
 
 class Counting(list):
@@ -400,8 +814,8 @@ def kept_graphs_have_no_gathered_parameters() -> None:
         first, middle = LoRA(nn.Linear(3, num), 3, num), nn.Linear(num, num)
         return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), nn.Linear(num, 3))
 
-    p = classifier(wide)
-    own = sharded(p)
+    p = small(wide, choose=adapters)
+    own = sharded(p, whole=p.params)
     data = Counting(own.data)
     for case in ("hessian", "ggn"):
         # activations of all batches fit, but not the weight of one layer
@@ -413,40 +827,7 @@ def kept_graphs_have_no_gathered_parameters() -> None:
             assert data.passes == 0
 
 
-class Watching(nn.Linear):
-    """Counts its weights that are in memory."""
-
-    alive = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
-        Watching.alive += 1
-        weakref.finalize(weight.untyped_storage(), Watching.forget)
-        Watching.most = max(Watching.most, Watching.alive)
-        return nn.functional.linear(x, weight, self.bias)
-
-    most = 0
-
-    @classmethod
-    def forget(cls) -> None:
-        cls.alive -= 1
-
-
-@check()
-def few_parameters_are_in_memory() -> None:
-    def deep() -> nn.Module:
-        layers = (nn.Sequential(LoRA(Watching(3, 3), 3, 3), nn.Tanh()) for _ in range(8))
-        return nn.Sequential(*layers)
-
-    p = classifier(deep)
-    own = sharded(p)
-    Watching.most = Watching.alive = 0
-    for case in ("hessian", "ggn", "fisher", "kfac"):
-        A = ALL[case].build(own, process_group=group())
-        A @ vector(A)
-        A @ vector(A, 2)
-    assert 0 < Watching.most <= 2
-    assert Watching.alive == 0
+# --- what stays -----------------------------------------------------------------------------------
 
 
 def state(model: nn.Module) -> list:
@@ -477,8 +858,8 @@ def train(p: Problem, between: Callable[[], None], steps: int = 3) -> list[Tenso
 
 @check()
 def training() -> None:
-    p = classifier()
-    own, other = sharded(p), sharded(p)
+    p = small(choose=adapters)
+    own, other = (sharded(p, whole=p.params) for _ in range(2))
     operators: list = []
 
     def between() -> None:
@@ -504,20 +885,20 @@ def training() -> None:
             A @ vector(A)
     own.model(p.data[0][0])  # leaves parameters of the root whole
     p.model.first.layer.weight.data.mul_(2)
-    compare(p, ("ggn",), own)
+    compare(p, own, ["ggn"])
 
 
 @check()
 def parameters_that_are_whole_for_a_while() -> None:
     """FSDP keeps the root's parameters whole from a forward pass to the next backward pass."""
-    p = classifier()
-    model = copy.deepcopy(p.model)
-    own = replace(p, model=model, params=adapters(model), data=part(p.data))
-    fully_shard(model, ignored_params=set(own.params.values()))
+    p = small(choose=adapters)
+    own = sharded(p, by_layer=False, whole=p.params)
     X, y = p.data[0]
+    model = own.model
     loss = p.loss(model(X), y)
     assert not any(isinstance(x, DTensor) for x in model.parameters())
-    compare(p, ("hessian", "kfac"), own)
+    compare(p, own, ["hessian"])
+    compare_factors(p, own)
     A = ALL["ggn"].build(own, process_group=group())
     loss.backward()
     assert isinstance(model.first.layer.weight, DTensor)
@@ -536,9 +917,9 @@ def parameters_that_are_whole_for_a_while() -> None:
 
 
 @check()
-def refused() -> None:
-    p = classifier()
-    own = sharded(p)
+def models_that_are_refused() -> None:
+    p = small(choose=adapters)
+    own = sharded(p, whole=p.params)
     with fails(ValueError, "sharded over the processes \\[0, 1\\].*process_group"):
         ALL["hessian"].build(own)
     with fails(TypeError, "layer.weight.*are DTensors.*of a Module"):
@@ -556,21 +937,23 @@ def refused() -> None:
 
         ALL["hessian"].build(replace(own, loss=Loss(), reduction="mean"), process_group=group())
     with fails(TypeError, "The model is sharded with a MixedPrecisionPolicy"):
-        half = sharded(p, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        half = sharded(
+            p, whole=p.params, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
         ALL["hessian"].build(half, process_group=group())
-    even = classifier(
-        lambda: nn.Sequential(LoRA(nn.Linear(3, 4), 3, 4), LoRA(nn.Linear(4, 3), 4, 3))
-    )
+    even = small(lambda: nn.Sequential(LoRA(nn.Linear(3, 4), 3, 4), LoRA(nn.Linear(4, 3), 4, 3)))
+    even = replace(even, params=adapters(even.model))
     with fails(TypeError, "'1.layer.weight' has the placements.*first axis"):
-        columns = sharded(even, shard_placement_fn=lambda x: Shard(x.shape[1:].count(4)))
+        placed = {"shard_placement_fn": lambda x: Shard(x.shape[1:].count(4))}
+        columns = sharded(even, whole=even.params, **placed)
         ALL["hessian"].build(columns, process_group=group())
 
     with fails(TypeError, r"'lstm' \(LSTM\)"):
-        ALL["hessian"].build(sharded(classifier(Recurrent)), process_group=group())
+        ALL["hessian"].build(sharded(small(Recurrent)), process_group=group())
     with fails(ValueError, "'act' .*SyncBatchNorm in train mode"):
-        synchronized = classifier(lambda: Net(nn.SyncBatchNorm(5)))
+        synchronized = small(lambda: Net(nn.SyncBatchNorm(5)))
         ALL["hessian"].build(sharded(synchronized), process_group=group())
-    tensor_parallel = classifier()
+    tensor_parallel = small(choose=adapters)
     layer = parallelize_module(
         tensor_parallel.model.head, init_device_mesh("cpu", (2,)), ColwiseParallel()
     )
@@ -578,12 +961,107 @@ def refused() -> None:
     assert isinstance(layer.weight, DTensor)
     with fails(TypeError, "'head' is parallelized"):
         ALL["hessian"].build(replace(tensor_parallel, params=chosen), process_group=group())
-    later = classifier()
+    later = small(choose=adapters)
     A = ALL["hessian"].build(replace(later, data=part(p.data)), process_group=group())
     fully_shard(later.model, ignored_params=set(later.params.values()))
     with fails(ValueError, "sharded since the operator was built"):
         A @ vector(A)
 
 
-if __name__ == "__main__":
-    parallel_checks.main(CHECKS, int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+@check()
+def uses_that_are_refused() -> None:
+    p = small()
+    own = sharded(p)
+    with fails(TypeError, "GGNDiagonalLinearOperator cannot have sharded.*hutchinson_diag"):
+        ALL["ggn-diagonal"].build(own, process_group=group())
+    G = ALL["ggn"].build(own, process_group=group())
+    flat = torch.ones(G.shape[0]).double()
+    for v in (flat, flat.numpy()):
+        with fails(TypeError, "sharded.*flat.*Pass a list or dictionary of DTensors"):
+            G @ v
+    v = spread(own, flat)
+    with fails(TypeError, "'head.bias' is a whole tensor, but.*sharded.*randn_like"):
+        G @ (v | {"head.bias": torch.ones(3).double()})
+    with fails(ValueError, "'head.bias' has the placements.*redistribute"):
+        G @ (v | {"head.bias": v["head.bias"].redistribute(placements=[Replicate()])})
+    with fails(TypeError, "no process has a whole matrix"):
+        G.to_dense()
+    with fails(TypeError, "runs on whole vectors"):
+        curvlinops.LSMRInverseLinearOperator(G)
+    with fails(TypeError, "cannot move sharded parameters"):
+        curvlinops.loss_along(G, v, [0.0])
+    K = ALL["kfac"].build(own, process_group=group())
+    for use in (
+        lambda: K.eigvalsh(),
+        lambda: curvlinops.DiagonalLinearOperator(K.gradient_and_loss()[0]),
+        lambda: curvlinops.DiagonalLinearOperator(flat, K.space),
+        lambda: K.space.split(flat),
+    ):
+        with fails(TypeError, "no process has (all eigenvalues|a whole diagonal|a flat vector)"):
+            use()
+    J = ALL["jacobian"].build(own)
+    with fails(TypeError, "rows of other processes.*gram"):
+        J @ J.T
+    for A in (J, J.T):
+        with fails(TypeError, "belong to single processes.*parameters are sharded"):
+            curvlinops.hutchinson_squared_fro(A, 2)
+    unequal = {  # from parts, since a tensor that is distributed is that of the first process
+        n: DTensor.from_local(
+            torch.ones(*x.to_local().shape, 1 + rank()).double(),
+            x.device_mesh, x.placements, shape=(*x.shape, 1 + rank()),
+            stride=torch.empty(*x.shape, 1 + rank()).stride(),
+        )
+        for n, x in v.items()
+    }  # fmt: skip
+    with fails(ValueError, r"different numbers of vectors at once: \[1, 2\]"):
+        J @ unequal
+    if rank() == 1:
+        v["head.bias"].to_local()[0] = torch.nan
+    with fails(ValueError, "NaN or infinite values"):
+        G @ v
+    with fails(ValueError, "sharded over the processes \\[0, 1\\].*process_group"):
+        ALL["kfac"].build(own)
+    with fails(TypeError, "head.bias'\\] are DTensors"):
+        other = {"head.bias": fully_shard(nn.Linear(3, 3).double()).bias}
+        ALL["kfac"].build(replace(own, params=own.params | other), process_group=group())
+
+    class Root(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (self.head.bias * 0).sum().sqrt()
+
+    for options in ({}, {"process_group": group()}):
+        with fails(ValueError, "gradient on batch 0 is not finite in parameter 'head.bias'"):
+            own = sharded(small(Root))
+            ALL["kfac" if options else "gradients"].build(own, **options)
+
+    with fails(NotImplementedError, "differentiates with respect to a sharded parameter itself"):
+        ALL["gradients"].build(sharded(small(InnerSteps), by_layer=False, whole=["size"]))
+
+    own = sharded(small(lambda: Net(WithoutRule())))
+    with fails(NotImplementedError, "'act.up' is sharded.*a call that no rule knows.*write a rule"):
+        ALL["gradients"].build(own).norms()
+    with fails(NotImplementedError, "'act.up'.*no Kronecker.*a call that no rule knows"):
+        ALL["kfac"].build(own, process_group=group(), fallback="error").trace()
+    with fails(NotImplementedError, "'act.up' is sharded.*a call that no rule knows"):
+        ALL["kfac"].build(own, process_group=group(), fallback="diagonal").trace()
+    others = {name: x for name, x in own.params.items() if name != "act.up"}
+    ALL["gradients"].build(replace(own, params=others)).norms()
+
+    def wrong(a: Tensor, b: Tensor) -> dict[str, Any]:
+        return {"b": rules.broadcast((), a.shape, 1.0 + rank())}  # right for no process
+
+    rules.handles(torch.kron)(wrong)
+    try:
+        own = sharded(small(lambda: Net(WithoutRule())))
+        with fails(NotImplementedError, "'act.up' is sharded.*does not agree with autograd"):
+            ALL["gradients"].build(own).norms()
+    finally:
+        del rules.RULES[torch.kron]
+
+    def penalized(output: Tensor, y: Tensor) -> Tensor:
+        (x,) = (x for x in own.model.parameters() if x.shape == (3,))
+        return nn.functional.cross_entropy(output, y, reduction="sum") + len(y) * x.square().sum()
+
+    own = sharded(small(lambda: nn.Sequential(nn.Linear(3, 3))))
+    with fails(NotImplementedError, "'0.weight' is sharded.*uses the parameters itself"):
+        ALL["gradients"].build(replace(own, loss=penalized, reduction="sum")).norms()

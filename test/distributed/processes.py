@@ -1,0 +1,157 @@
+"""What checks that several processes run together have in common."""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contract import error
+from problems import Problem
+from torch import Tensor, nn
+
+#: By the number of processes: what they check together.
+Checks = dict[int, dict[str, Callable[[], None]]]
+
+
+def registry() -> tuple[Checks, Callable]:
+    """Return an empty table of checks, and a decorator that adds one for numbers of processes."""
+    checks: Checks = defaultdict(dict)
+
+    def check(*sizes: int, name: str = "") -> Callable:
+        def register(function: Callable[[], None]) -> Callable[[], None]:
+            for size in sizes or (2,):
+                checks[size][name or function.__name__] = function
+            return function
+
+        return register
+
+    return checks, check
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def group() -> dist.ProcessGroup:
+    return dist.group.WORLD
+
+
+def part(data: list) -> list:
+    """This process's part of some batches: it takes turns with the others."""
+    return data[rank() :: dist.get_world_size()]
+
+
+def vector(operator: Any, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(operator.shape[1], *shape, generator=generator, dtype=operator.torch_dtype)
+
+
+def everywhere(value: Tensor) -> list[Tensor]:
+    """A tensor of each process."""
+    found = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, value.contiguous())
+    return found
+
+
+def assert_same_everywhere(value: Any) -> None:
+    value = torch.as_tensor(value)
+    assert all(torch.equal(other, value) for other in everywhere(value))
+
+
+def assert_alike_everywhere(value: Any) -> None:
+    """Compare up to rounding, which depends on how numbers lie in memory."""
+    value = torch.as_tensor(value)
+    assert all(error(other, value) <= 1e-12 for other in everywhere(value))
+
+
+@contextlib.contextmanager
+def fails(own: type[Exception], match: str, on: int | None = None) -> Iterator:
+    """Expect an error: on one process its own, which the others name; or the same on all."""
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    else:
+        raise AssertionError("There is no error.")
+    if on is not None and rank() != on:
+        own, match = RuntimeError, f"Rank {on}: {own.__name__}: .*{match}"
+    assert type(error) is own and re.search(match, str(error), re.DOTALL), repr(error)
+
+
+# --- what fails on one process, when it is asked to -----------------------------------------------
+
+
+class Failing(nn.Module):
+    """A nonlinearity."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails and rank() == 1:
+            raise KeyError("here")
+        return x.tanh()
+
+
+class FailingLoss(nn.CrossEntropyLoss):
+    fails = False
+
+    def forward(self, output: Tensor, y: Tensor) -> Tensor:
+        if self.fails and rank() == 1:
+            raise KeyError("here")
+        return super().forward(output, y)
+
+
+class FailingData(list):
+    fails = False
+
+    def __iter__(self) -> Iterator:
+        for number, batch in enumerate(super().__iter__()):
+            if self.fails and rank() == 1 and number == 1:
+                raise KeyError("here")
+            yield batch
+
+
+# --- problems, and a process ----------------------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def classifier(
+    sizes: tuple[int, ...] = (4, 2, 3), make: Callable[[], nn.Module] = mlp, **options: Any
+) -> Problem:
+    """A small problem, with more batches on the first process."""
+    torch.manual_seed(0)
+    model = make().double()
+    data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in sizes]
+    loss = nn.CrossEntropyLoss(**options)
+    return Problem(model, loss, list(model.parameters()), data, mc=True)
+
+
+def main(checks: Checks, rank: int, size: int, folder: str) -> None:
+    """Join the other processes, run the checks in a folder, and write which failed, and how."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", limit, size, rank)
+    warnings.simplefilter("error")
+    found = {}
+    for name, run in checks[size].items():
+        try:
+            run()
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        Path(f"found.{rank}").write_text(json.dumps(found))
+        dist.barrier()  # a process that is elsewhere ends all
+    dist.destroy_process_group()
