@@ -484,7 +484,7 @@ def samples_one_by_one() -> None:
     compare(p, own, ("fisher", "ggn-diagonal"))
 
 
-@check()
+@check(1, 2)
 def some_parameters_are_whole() -> None:
     p = small(Varied)
     own = sharded(p, by_layer=False, whole=("head.weight", "head.bias"))
@@ -536,7 +536,7 @@ def replicas_of_shards() -> None:
         ALL["hessian"].build(sharded(p, mesh=mesh["shard"]), process_group=group())
 
 
-@check()
+@check(1, 2)
 def files_and_updates() -> None:
     for p, own in kinds():
         folder = Path(f"sharded factors {has_parts(own)}")
@@ -856,7 +856,7 @@ def train(p: Problem, between: Callable[[], None], steps: int = 3) -> list[Tenso
     return losses + [x.full_tensor() if isinstance(x, DTensor) else x for x in p.model.parameters()]
 
 
-@check()
+@check(1, 2)
 def training() -> None:
     p = small(choose=adapters)
     own, other = (sharded(p, whole=p.params) for _ in range(2))

@@ -12,12 +12,15 @@ import parallel_checks
 import pytest
 import sharded_checks
 
-pytestmark = pytest.mark.extensive
-
 #: Seconds after which processes that hang are ended.
 LIMIT = 900
 ROOT = Path(__file__).parents[2]
-CASES = [(module, n) for module in (parallel_checks, sharded_checks) for n in module.CHECKS]
+#: Checks of a single process take seconds, those of several minutes.
+CASES = [
+    pytest.param(module, n, marks=[pytest.mark.extensive] if n > 1 else [])
+    for module in (parallel_checks, sharded_checks)
+    for n in sorted(module.CHECKS)
+]
 
 
 def run(call: str, size: int, folder: Path) -> list[str]:
@@ -65,6 +68,7 @@ def test_together(module: ModuleType, size: int, tmp_path: Path):
         assert not missing, f"Rank {rank} did not get to {missing}:\n{log}"
 
 
+@pytest.mark.extensive
 def test_process_that_ends(tmp_path: Path):
     """The others have an error."""
     logs = run(f"sharded_checks.ended_process(RANK, {str(tmp_path)!r})", 2, tmp_path)

@@ -33,12 +33,14 @@ TESTS = {
         linear_operator/algebra algorithms/as_operator linear_operator/compile
         contract/contract::test_kinds_of_vectors contract/contract::test_linear_and_adjoint
         linear_operator/vector_gradients::test_first_and_second_derivatives
-        linear_operator/vector_gradients::test_transforms risk/linearized""",
+        linear_operator/vector_gradients::test_transforms risk/linearized
+        distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
         contract/contract::test_single_products_of_large_models messages/errors
         risk/custom_functions autodiff/precision autodiff/used_modules autodiff/forward_mode
-        contract/left_as_found contract/modes""",
+        contract/left_as_found contract/modes
+        distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff/overrides": "autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
