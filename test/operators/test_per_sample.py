@@ -226,6 +226,31 @@ def test_trace_and_diagonal(problem: str):
     assert error(operator.trace(), expected.trace()) <= p.tolerance
 
 
+@pytest.mark.parametrize("quantity", ["diagonal", "trace"])
+def test_diagonals_that_are_no_numbers(quantity: str):
+    """Norms of multiples of samples have no derivative where the factor is zero."""
+    X, y = torch.randn(4, 2), torch.randn(4, 1)
+
+    def compute(scale: float, num_samples: int) -> Tensor:
+        model = Using(
+            lambda s, x: (x * s.scale).pow(2).sum(-1, keepdim=True).sqrt(),
+            scale=torch.full((2,), scale),
+            unused=torch.ones(3),
+        )
+        data, loss = [(X[:num_samples], y[:num_samples])], nn.MSELoss(reduction="sum")
+        p = Problem(model, loss, list(model.parameters()), data, mc=True)
+        operator = CASES["ggn-diagonal"].build(p, check_deterministic=False)
+        return getattr(operator, quantity)().sum()
+
+    # of the norm of a x, with equal numbers a, the derivatives are x_i^2 / |x|
+    expected = 2 * (X**2 / X.norm(dim=1, keepdim=True)).square().sum()
+    torch.testing.assert_close(compute(0.5, 4), expected)
+    with pytest.raises(ValueError, match="is not finite"):
+        compute(0.0, 4)
+    with pytest.raises(ValueError, match="The data has no term"):
+        compute(0.5, 0)
+
+
 @pytest.mark.extensive
 @pytest.mark.parametrize(
     "problem", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "transformer-tied"]
