@@ -13,7 +13,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import (
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -242,11 +241,3 @@ def test_fallbacks_of_one_operator_are_not_those_of_another():
         KFACLinearOperator(*arguments, [(X, y)]).trace()
     K.compute_kronecker_factors()
     assert K.trace() == trace
-
-
-def test_gram_of_flattened_tokens():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1)).double()
-    data = [(torch.randn(n, 3, 4).double(), torch.zeros(3 * n, 3).double()) for n in (2, 1)]
-    J = JacobianLinearOperator(model, list(model.parameters()), data)
-    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    assert error(J.gram(), dense @ dense.T) <= 1e-12

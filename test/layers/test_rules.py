@@ -433,6 +433,11 @@ def _packed(s: Using, X: PackedSequence) -> Tensor:
     return s.c(out.sum(1))
 
 
+def _rows(s: Using, X: PackedSequence) -> Tensor:
+    """Rows, here samples, are ordered by time: neighboring rows are of different sequences."""
+    return torch.tanh(s.a(X.data))
+
+
 def _bags(s: Using, X: tuple[Tensor, Tensor]) -> Tensor:
     return s.c(s.bag(*X))
 
@@ -472,6 +477,7 @@ IRREGULAR: dict[str, tuple[Callable, Callable[[], list], Callable | None]] = {
     ),
     "nothing known": (_cells, lambda: [_signed(1, 4, 3, 3), _signed(1, 2, 2, 3)], lambda X: 0),
     "packed sequences": (_packed, lambda: [_sequences(3, 1, 2), _sequences(2, 4)], None),
+    "rows of packed sequences": (_rows, lambda: [_sequences(4, 3, 2)], None),
     "bags with offsets": (
         _bags, lambda: [_offsets(0, 3, 4, 8), _offsets(0, 2)], lambda X: len(X[1])
     ),
