@@ -299,7 +299,7 @@ def test_other_operations_where_tokens_of_a_sample_interact():
 # --- rows of the output that are tokens of samples
 
 
-def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
+def tokens(interact: bool, flat: bool, mean: str = "mean", sizes: tuple = (6, 2)) -> tuple:
     """Return the arguments of operators, of a model with flat outputs or without.
 
     A layer sees each token, and a table of positions sees no sample.
@@ -314,8 +314,8 @@ def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
     torch.manual_seed(0)
     layers = {"position": nn.Embedding(7, 5), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 3)}
     model = Using(function, first=nn.Linear(4, 5), **layers).double()
-    X = [torch.randn(n, 7, 4).double() for n in (6, 2)]
-    y = [torch.randint(3, (n * 7,) if flat else (n, 7)) for n in (6, 2)]
+    X = [torch.randn(n, 7, 4).double() for n in sizes]
+    y = [torch.randint(3, (n * 7,) if flat else (n, 7)) for n in sizes]
     loss = nn.CrossEntropyLoss(reduction=mean)
     return model, loss, list(model.parameters()), list(zip(X, y, strict=True))
 
@@ -323,12 +323,14 @@ def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("fisher_type", ["empirical", "type-2"])
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("interact", [False, True])
-def test_factors_of_flattened_tokens(kind: type, fisher_type: str, approx: str, interact: bool):
+@pytest.mark.parametrize("interact, sizes", [(False, (6, 2)), (True, (6, 2)), (False, (1, 2))])
+def test_factors_of_flattened_tokens(
+    kind: type, fisher_type: str, approx: str, interact: bool, sizes: tuple[int, ...]
+):
     options = {"fisher_type": fisher_type, "kfac_approx": approx}
-    expected = kind(*tokens(interact, flat=False), **options).to_dense()
+    expected = kind(*tokens(interact, False, sizes=sizes), **options).to_dense()
     for more in ({}, {"batch_size_fn": len}):
-        found = kind(*tokens(interact, flat=True), **options, **more).to_dense()
+        found = kind(*tokens(interact, True, sizes=sizes), **options, **more).to_dense()
         assert error(found, expected) <= 1e-9
 
 
