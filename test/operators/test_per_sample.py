@@ -47,12 +47,10 @@ def test_rows(problem: str):
 @pytest.mark.parametrize("problem", problems.NAMES)
 def test_terms(problem: str):
     p, operator = problems.make(problem), build(problem, terms="term")
-    expected, rows = torch.cat(reference.term_gradients(p)), operator.dense()
+    expected, rows = torch.cat(reference.term_gradients(p)), torch.zeros(operator.shape).double()
+    # ignored terms have a row of zeros
+    rows[operator.dense().norm(dim=1) > 0] = expected[expected.norm(dim=1) > 0]
     check_rows(operator, rows, p.tolerance)
-    if len(rows) > len(expected):  # ignored terms have a row of zeros
-        rows = rows[rows.norm(dim=1) > 0]
-        expected = expected[expected.norm(dim=1) > 0]
-    assert error(rows, expected) <= p.tolerance
 
 
 @pytest.mark.parametrize("problem", ["mlp-ce-all-mean", "functional", "closure"])
