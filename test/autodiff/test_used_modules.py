@@ -92,10 +92,8 @@ def test_modules_behind_functions_are_found(name: str):
 @pytest.mark.filterwarnings("ignore:.*the result depends on how")
 def test_modules_behind_functions_of_parameters_are_found():
     model = mlp(nn.BatchNorm1d(4))
-    before = copy.deepcopy(model.state_dict())
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    function = lambda values, X: functional_call(model, values, (X,))  # noqa: E731
-    dense(GGNLinearOperator, function, params=params)
+    before, params = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
+    dense(GGNLinearOperator, lambda p, X: functional_call(model, p, (X,)), params=params)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -104,11 +102,8 @@ class Unregistered(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3, dtype=torch.float64)
-        self.used, self.unused = (
-            [nn.BatchNorm1d(3, affine=False, dtype=torch.float64)] for _ in range(2)
-        )
+        self.linear = nn.Linear(3, 3).double()
+        self.used, self.unused = ([nn.BatchNorm1d(3, affine=False).double()] for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used[0](self.linear(x))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contract import error
+from contract import error, vectors
 from models import Using
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -77,7 +77,7 @@ def check_rows(
     rows = rows.double()
     gradients = A.gradients()
     parts = gradients.values() if isinstance(gradients, dict) else gradients
-    V, U = (torch.randn(size, 2, dtype=A.torch_dtype) for size in rows.T.shape)
+    V, U = vectors(A, 2), vectors(A, 2, rows=True)
     quantities = {
         "dense": (A.dense(), rows),
         "gradients": (torch.cat([part.reshape(len(rows), -1) for part in parts], 1), rows),
