@@ -225,97 +225,70 @@ ELEMENTWISE: dict[str, Callable] = {
     "torch.copysign": lambda x, w: torch.copysign(w, x),
     "torch.ldexp": lambda x, w: torch.ldexp(x, w),
 }
+attend = F.scaled_dot_product_attention
 #: Functions of sequences, ``[N, T, 4]``, and of parameters of the given shapes.
 SEQUENCES: dict[str, tuple] = {
     "torch.sub, into a part": (_assigned, (2,)),
     "torch.cosine_similarity": (
-        lambda x, weight: F.cosine_similarity(x[:, :, None], weight, dim=-1),
-        (3, 4),
+        lambda x, w: F.cosine_similarity(x[:, :, None], w, dim=-1), (3, 4)
     ),
-    "torch.cdist": (lambda x, weight: torch.cdist(x, weight), (3, 4)),
+    "torch.cdist": (lambda x, w: torch.cdist(x, w), (3, 4)),
     "Tensor.expand": (lambda x, token: torch.cat([token.expand(len(x), 1, -1), x], 1), (4,)),
     "Tensor.expand_as": (lambda x, shift: x + shift.expand_as(x).exp(), (4,)),
     "Tensor.repeat": (lambda x, token: torch.cat([token.repeat(len(x), 1, 1), x], 1), (2, 4)),
     "torch.tile": (lambda x, token: torch.cat([torch.tile(token, (len(x), 1, 2)), x], 1), (2, 2)),
     "p[i], the same for all": (lambda x, table: x * table[PLACES], (5,)),
     "p[i], by a mask": (lambda x, table: x * table[PLACES > 0][[0, 1, 2, 2]], (4,)),
-    "torch.matmul": (lambda x, weight: x @ weight, (4, 3)),
-    "torch.matmul, from the left": (lambda x, weight: weight @ x.mT, (3, 4)),
-    "torch.matmul, of heads": (lambda x, weight: x[:, None] @ weight, (1, 2, 4, 3)),
-    "torch.matmul, of a vector": (lambda x, weight: x @ weight, (4,)),
+    "torch.matmul": (lambda x, w: x @ w, (4, 3)),
+    "torch.matmul, from the left": (lambda x, w: w @ x.mT, (3, 4)),
+    "torch.matmul, of heads": (lambda x, w: x[:, None] @ w, (1, 2, 4, 3)),
+    "torch.matmul, of a vector": (lambda x, w: x @ w, (4,)),
     "torch.addbmm": (
-        lambda x, input, weight: torch.addbmm(
-            input, x.movedim(1, 0), weight.expand(x.shape[1], 4, 3), beta=2, alpha=3
+        lambda x, b, w: torch.addbmm(
+            b, x.movedim(1, 0), w.expand(x.shape[1], 4, 3), beta=2, alpha=3
         ),
-        (3,),
-        (4, 3),
+        (3,), (4, 3),
     ),
-    "torch.inner": (lambda x, weight: torch.inner(x, weight), (3, 4)),
-    "torch.tensordot": (
-        lambda x, weight: torch.tensordot(weight, x, ([1], [2])).movedim(1, 0),
-        (3, 4),
-    ),
+    "torch.inner": (lambda x, w: torch.inner(x, w), (3, 4)),
+    "torch.tensordot": (lambda x, w: torch.tensordot(w, x, ([1], [2])).movedim(1, 0), (3, 4)),
     "torch.tensordot, of axes in a tensor": (
-        lambda x, weight: torch.tensordot(x, weight, torch.tensor([[2, 1], [0, 2]])[:, :1]),
-        (4, 3),
+        lambda x, w: torch.tensordot(x, w, torch.tensor([[2, 1], [0, 2]])[:, :1]), (4, 3)
     ),
-    "F.bilinear": (lambda x, weight: F.bilinear(x, x[..., :2].contiguous(), weight), (3, 4, 2)),
-    "torch.einsum": (
-        lambda x, first, second: torch.einsum("ntd,dr,er->nte", x, first, second),
-        (4, 2),
-        (3, 2),
-    ),
+    "F.bilinear": (lambda x, w: F.bilinear(x, x[..., :2].contiguous(), w), (3, 4, 2)),
+    "torch.einsum": (lambda x, v, w: torch.einsum("ntd,dr,er->nte", x, v, w), (4, 2), (3, 2)),
     "torch.einsum, of numbered axes": (
-        lambda x, w: torch.einsum(x, [..., 3], w, [3, 4], [..., 4]),
-        (4, 3),
+        lambda x, w: torch.einsum(x, [..., 3], w, [3, 4], [..., 4]), (4, 3)
     ),
-    "F.scaled_dot_product_attention, causal": (
-        lambda x, key: F.scaled_dot_product_attention(x, key, x[:, :2], is_causal=True, scale=0.3),
-        (2, 4),
+    "attention, causal": (
+        lambda x, key: attend(x, key, x[:, :2], is_causal=True, scale=0.3), (2, 4)
     ),
-    "F.scaled_dot_product_attention, with a mask": (
-        lambda x, query: F.scaled_dot_product_attention(query, x, x, x[:, None, :, 0] > 0),
-        (1, 2, 4),
+    "attention, with a mask": (
+        lambda x, query: attend(query, x, x, x[:, None, :, 0] > 0), (1, 2, 4)
     ),
-    "F.scaled_dot_product_attention, of groups": (
-        lambda x, key, value: F.scaled_dot_product_attention(
-            x[:, None] * torch.ones(4, 1, 1), key, value, enable_gqa=True
-        ),
-        (1, 2, 5, 4),
-        (1, 2, 5, 3),
+    "attention, of groups": (
+        lambda x, key, value: attend(x[:, None] * torch.ones(4, 1, 1), key, value, enable_gqa=True),
+        (1, 2, 5, 4), (1, 2, 5, 3),
     ),
-    "F.scaled_dot_product_attention": (
-        lambda x, query, value, bias: F.scaled_dot_product_attention(
-            query, x, value[: x.shape[1]], bias[:, : x.shape[1]]
-        ),
-        (1, 2, 4),
-        (5, 3),
-        (2, 5),
+    "attention, with a bias": (
+        lambda x, query, value, b: attend(query, x, value[: x.shape[1]], b[:, : x.shape[1]]),
+        (1, 2, 4), (5, 3), (2, 5),
     ),
-}
+}  # fmt: skip
 #: The same for batches of vectors, ``[N, 4]``.
 VECTORS: dict[str, tuple] = {
-    "F.pairwise_distance": (lambda x, weight: F.pairwise_distance(x, weight, keepdim=True), (1, 4)),
-    "torch.mv": (lambda x, mat: torch.stack([torch.mv(mat, one) for one in x]), (3, 4)),
-    "torch.dot": (lambda x, weight: torch.stack([torch.dot(weight, one) for one in x]), (4,)),
-    "torch.addmv": (lambda x, input, vec: torch.addmv(input, x, vec, beta=2, alpha=3), (1,), (4,)),
-    "torch.addmm": (
-        lambda x, input, mat2: torch.addmm(input, x, mat2, beta=2, alpha=3),
-        (3,),
-        (4, 3),
-    ),
-    "torch.outer": (lambda x, weight: torch.stack([torch.outer(one, weight) for one in x]), (3,)),
+    "F.pairwise_distance": (lambda x, w: F.pairwise_distance(x, w, keepdim=True), (1, 4)),
+    "torch.mv": (lambda x, w: torch.stack([torch.mv(w, one) for one in x]), (3, 4)),
+    "torch.dot": (lambda x, w: torch.stack([torch.dot(w, one) for one in x]), (4,)),
+    "torch.addmv": (lambda x, b, w: torch.addmv(b, x, w, beta=2, alpha=3), (1,), (4,)),
+    "torch.addmm": (lambda x, b, w: torch.addmm(b, x, w, beta=2, alpha=3), (3,), (4, 3)),
+    "torch.outer": (lambda x, w: torch.stack([torch.outer(one, w) for one in x]), (3,)),
     "torch.linalg.multi_dot": (
-        lambda x, first, second: torch.linalg.multi_dot([x, first, second]),
-        (4, 3),
-        (3, 2),
+        lambda x, v, w: torch.linalg.multi_dot([x, v, w]), (4, 3), (3, 2)
     ),
     "F.linear, of vectors": (
-        lambda x, weight, bias: torch.stack([F.linear(one, weight, bias) for one in x]),
-        (3, 4),
-        (3,),
+        lambda x, w, b: torch.stack([F.linear(one, w, b) for one in x]), (3, 4), (3,)
     ),
-}
+}  # fmt: skip
 #: The same for batches of indices below five.
 INDICES: dict[str, tuple] = {
     "p[i]": (lambda x, table: table[x], (5, 3)),
