@@ -23,7 +23,7 @@ from curvlinops import (
 )
 
 PROBLEMS = ["mlp-ce-mean", "mlp-mse-sum", "classes-ce-all-mean", "transformer-tied", "pinn"]
-PROBLEMS += ["functional", "other-values", "dict-batch"]
+PROBLEMS += ["functional", "other-values", "dict-batch", "bfloat16-mlp"]
 STEPS = [-0.3, 0.0, 0.7]
 
 
@@ -53,13 +53,15 @@ def moved_loss(p: problems.Problem, change: Tensor) -> float:
 def test_along_one_direction(name: str):
     p = problems.make(name)
     (v,) = directions(p, 1).T
+    is_low = "low-precision" in p.tags
     found = loss_along(CASES["hessian"].build(p), v, STEPS)
     truth = [moved_loss(p, step * v) for step in STEPS]
     assert found.losses.dtype == torch.float64 and found.steps.tolist() == STEPS
-    np.testing.assert_allclose(found.losses, truth, rtol=1e-6 if name == "pinn" else 1e-10)
+    rtol = 1e-2 if is_low else 1e-6 if name == "pinn" else 1e-10
+    np.testing.assert_allclose(found.losses, truth, rtol=rtol)
     g, H = reference.gradient(p), reference.hessian(p)
     quadratic = [truth[1] + t * float(v @ g) + t**2 / 2 * float(v @ H @ v) for t in STEPS]
-    np.testing.assert_allclose(found.quadratic, quadratic, rtol=1e-7)
+    np.testing.assert_allclose(found.quadratic, quadratic, rtol=1e-2 if is_low else 1e-7)
 
 
 def test_along_two_directions():
@@ -139,19 +141,6 @@ def test_losses_that_depend_on_parameters_and_inputs():
             for param in params:
                 param += step
         assert abs(loss(model(x), x) - value) <= 1e-12
-
-
-def test_half_precision_parameters():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).bfloat16()
-    data = [(torch.randn(8, 3).bfloat16(), torch.randint(2, (8,)))]
-    H = HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
-    found = loss_along(H, torch.ones(8), [0.0, 1.0]).losses
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 1
-        loss = nn.functional.cross_entropy(model(data[0][0]).float(), data[0][1])
-    assert abs(found[1] - loss) <= 1e-2 * loss
 
 
 def test_values_that_are_not_finite_are_returned():
