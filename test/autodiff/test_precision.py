@@ -1,25 +1,23 @@
 """Precisions: casts inside of models, low precision, and float16, whose range is narrow."""
 
-import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from contract import error, matrix
+from contract import ALL, EXACT, error, matrix, vectors
 from models import Using
+from problems import Problem
 from sample_gradients import check_rows, loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvlinops import (
-    EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -180,17 +178,6 @@ def test_low_precision(function: Callable, dtype: torch.dtype, tolerance: float)
 # --- float16: refused in params; frozen layers, and parts, in it work
 
 
-KINDS: dict[str, Callable] = {
-    "hessian": HessianLinearOperator,
-    "ggn": GGNLinearOperator,
-    "fisher": EFLinearOperator,
-    "jacobian": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k),
-    "transpose": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k).T,
-    "rows": PerSampleGradientLinearOperator,
-    "kfac": functools.partial(KFACLinearOperator, fisher_type="type-2"),
-}
-
-
 @pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])
 @pytest.mark.parametrize("named", [False, True])
 def test_parameters_are_refused(kind: type, named: bool):
@@ -220,18 +207,18 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> tuple[nn.Module, list[T
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_a_frozen_base(kind: str):
+@pytest.mark.parametrize("case", [*EXACT, "kfac"])
+def test_adapters_of_a_frozen_base(case: str):
     X, y = torch.randn(12, 6).half(), torch.arange(12) % 3
     model, params = adapted(torch.float16, torch.float32)
     exact, exact_params = adapted(torch.float64, torch.float64)
-    with torch.no_grad():
-        for p, q in zip(params, exact_params, strict=True):
-            q.copy_(p)
-    loss = nn.CrossEntropyLoss()
-    A = KINDS[kind](model, loss, params, [(X, y)])
-    expected = KINDS[kind](exact, loss, exact_params, [(X.double(), y)])
-    V = torch.randn(A.shape[1], 2)
+    exact.load_state_dict(model.state_dict())
+    options = {"fisher_type": "type-2"} if case == "kfac" else {}
+    loss, data = nn.CrossEntropyLoss(), [(X, y)]
+    A = ALL[case].build(Problem(model, loss, params, data, mc=True), **options)
+    data = [(X.double(), y)]
+    expected = ALL[case].build(Problem(exact, loss, exact_params, data, mc=True), **options)
+    V = vectors(A, 2)
     assert error(A @ V, expected @ V.double()) < 1e-2
     assert error(A @ V[:, 0], (expected @ V.double())[:, 0]) < 1e-2
 

@@ -19,7 +19,7 @@ import problems
 import pytest
 import reference
 import torch
-from contract import CASES, dense, error
+from contract import CASES, dense, error, vectors
 from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
@@ -31,11 +31,6 @@ from curvlinops import PerSampleGradientLinearOperator
 
 def rows_of(p: Problem, **options: Any) -> PerSampleGradientLinearOperator:
     return CASES["gradients"].build(p, check_deterministic=False, **options)
-
-
-def vectors(rows: PerSampleGradientLinearOperator, num: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows.shape[1], num, generator=generator, dtype=rows.torch_dtype)
 
 
 def test_kinds_of_vectors():
