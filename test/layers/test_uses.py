@@ -25,10 +25,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from curvlinops import (
-    EKFACLinearOperator,
-    GGNDiagonalLinearOperator,
-    GGNLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -422,22 +418,3 @@ def test_mixtures_of_samples_are_not_taken_for_one(
         rows = loop(net, [net.t], data, loss)
         found = PerSampleGradientLinearOperator(net, loss, [net.t], data).dense()
         assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), seed
-
-
-def test_all_quantities_of_shared_parameters():
-    loss = nn.CrossEntropyLoss()
-    for seed in (3, 17):
-        torch.manual_seed(seed)
-        net = scaled(1).double()
-        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (5, 2)]
-        arguments = (net, loss, [net.t], data)
-        ggn = (GGNLinearOperator(*arguments) @ torch.ones(1).double())[0]
-        exact = {"fisher_type": "type-2", "fallback": "dense"}
-        for found in (
-            GGNDiagonalLinearOperator(*arguments).trace(),
-            KFACLinearOperator(*arguments, **exact).trace(),
-            EKFACLinearOperator(*arguments, **exact).trace(),
-        ):
-            torch.testing.assert_close(found, ggn, rtol=1e-8, atol=0.0)
-        J = JacobianLinearOperator(net, [net.t], data)
-        torch.testing.assert_close(J.gram(), matrix(J) @ matrix(J).T, rtol=1e-8, atol=1e-12)
