@@ -371,7 +371,7 @@ def test_without_checks():
     check(model, sequences(), check_deterministic=False)
 
 
-# --- batches that are not like the first one
+# --- samples that cannot be cut, and batches that are not like the first one
 
 
 def _ragged(s: Using, X: dict[str, Tensor]) -> Tensor:
@@ -458,7 +458,7 @@ IRREGULAR: dict[str, tuple[Callable, Callable[[], list], Callable | None]] = {
 
 
 @pytest.mark.parametrize("name", IRREGULAR)
-def test_batches_unlike_the_first(name: str):
+def test_irregular_batches(name: str):
     forward, inputs, size = IRREGULAR[name]
     layers = {name: nn.Linear(3, 3, bias=False) for name in "abc"}
     layers |= {"table": nn.Embedding(5, 3), "bag": nn.EmbeddingBag(5, 3)}

@@ -153,9 +153,7 @@ def weighted_averages(s: Using, x: Tensor) -> Tensor:
 
 
 @model(
-    sequences,
-    **{"scale": (4,), "shift": (1, 5, 4), "fused": (6, 4), "left": (3, 2)},
-    **{"token": (1, 1, 4), "low": (4, 1)},
+    sequences, scale=(4,), shift=(1, 5, 4), fused=(6, 4), left=(3, 2), token=(1, 1, 4), low=(4, 1)
 )
 def bare_parameters(s: Using, x: Tensor) -> Tensor:
     """Used in parts, transposed, and through functions."""
@@ -336,12 +334,9 @@ def summed(jagged: bool) -> nn.Module:
 def test_jagged_tensors(case: str):
     torch.manual_seed(1)
     X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
-    found, expected = (
-        matrix(
-            CASES[case].build(Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True))
-        )
-        for net in (summed(jagged=True), summed(jagged=False))
-    )
+    nets = summed(jagged=True), summed(jagged=False)
+    p, plain = (Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True) for net in nets)
+    found, expected = matrix(CASES[case].build(p)), CASES[case].dense(plain)
     torch.testing.assert_close(found, expected)
 
 
