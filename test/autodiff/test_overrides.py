@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Using
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -143,15 +144,9 @@ def test_dropout_between_recurrent_layers(
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_dropout_between_recurrent_layers_is_random(kind: type):
-    class Last(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = kind(4, 3, 2, dropout=0.5, batch_first=True)
-
-        def forward(self, X: Tensor) -> Tensor:
-            return self.layer(X)[0][:, -1]
-
-    model, data = Last(), [(torch.randn(6, 3, 4), torch.randn(6, 3))]
+    layer = kind(4, 3, 2, dropout=0.5, batch_first=True)
+    model = Using(lambda s, X: s.layer(X)[0][:, -1], layer=layer)
+    data = [(torch.randn(6, 3, 4), torch.randn(6, 3))]
     with pytest.raises(
         RuntimeError, match=f"not deterministic: its module 'layer' .{kind.__name__}"
     ):
@@ -196,11 +191,8 @@ def test_derivatives_of_convolutions(name: str, bias: bool):
     inputs = [draw(x_shape), draw(w_shape)]
     out = function(*inputs, **options)
     if bias:
-        inputs.append(
-            draw((out.shape[-out.ndim + 1 if out.ndim < len(w_shape) else 1],))
-            if out.ndim == len(w_shape)
-            else draw((out.shape[0],))
-        )
+        axis = out.ndim - len(w_shape) + 1  # of the channels
+        inputs.append(draw((out.shape[axis],)))
     results = []
     u = torch.randn(out.shape, generator=generator, dtype=torch.float64).requires_grad_()
     v = [draw(tuple(x.shape)) for x in inputs]

@@ -1,24 +1,23 @@
 """Precisions: casts inside of models, low precision, and float16, whose range is narrow."""
 
-import functools
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
-from contract import error, matrix
+from contract import ALL, EXACT, error, matrix, vectors
 from models import Using
-from sample_gradients import loop
+from problems import Problem
+from sample_gradients import check_rows, loop
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from curvlinops import (
-    EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -26,55 +25,38 @@ from curvlinops import (
 Cast = Callable[[Tensor], Tensor]
 
 
-class Casting(nn.Module):
-    """A model that casts to a dtype, and before the output back."""
-
-    def __init__(self, use: Callable, layers: dict[str, nn.Module], dtype: torch.dtype):
-        super().__init__()
-        self.layers, self.use, self.dtype = nn.ModuleDict(layers), use, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.use(self.layers, x, lambda tensor: tensor.to(self.dtype))
-        return out.to(next(self.parameters()).dtype)
+def linear(s: Using, x: Tensor, c: Cast) -> Tensor:
+    z = torch.tanh(F.linear(c(x), c(s.first.weight), c(s.first.bias)))
+    return F.linear(z, c(s.last.weight.T).T, c(s.last.bias))
 
 
-def linear(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    first, last = layers["first"], layers["last"]
-    z = torch.tanh(F.linear(c(x), c(first.weight), c(first.bias)))
-    return F.linear(z, c(last.weight.T).T, c(last.bias))
+def head(s: Using, x: Tensor, c: Cast) -> Tensor:
+    return F.linear(c(torch.tanh(s.first(x))), c(s.last.weight))
 
 
-def head(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    z = torch.tanh(layers["first"](x))
-    return F.linear(c(z), c(layers["last"].weight))
-
-
-def used_twice(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    square, last = layers["square"], layers["last"]
-    weight, bias, z = c(square.weight), c(square.bias), c(x)
+def used_twice(s: Using, x: Tensor, c: Cast) -> Tensor:
+    weight, bias, z = c(s.square.weight), c(s.square.bias), c(x)
     for _ in range(2):
         z = torch.tanh(F.linear(z, weight, bias))
-    return F.linear(z, c(last.weight), c(last.bias))
+    return F.linear(z, c(s.last.weight), c(s.last.bias))
 
 
-def parts(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    both, last = layers["both"], layers["last"]
-    left, right = c(both.weight).chunk(2)
-    z = torch.tanh(F.linear(c(x), left, c(both.bias[:4])))
-    z = z * F.linear(c(x), right, c(both.bias)[4:])
-    return F.linear(z, c(last.weight.contiguous()), c(last.bias.clone()))
+def parts(s: Using, x: Tensor, c: Cast) -> Tensor:
+    left, right = c(s.both.weight).chunk(2)
+    z = torch.tanh(F.linear(c(x), left, c(s.both.bias[:4])))
+    z = z * F.linear(c(x), right, c(s.both.bias)[4:])
+    return F.linear(z, c(s.last.weight.contiguous()), c(s.last.bias.clone()))
 
 
-def tokens(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    table, conv, last = layers["table"], layers["conv"], layers["last"]
-    z = F.embedding((x > 0).long(), c(table.weight)).mT
-    z = torch.tanh(F.conv1d(z, c(conv.weight), c(conv.bias), padding=1)).mean(2)
-    return F.linear(z, c(last.weight), c(last.bias))
+def tokens(s: Using, x: Tensor, c: Cast) -> Tensor:
+    z = F.embedding((x > 0).long(), c(s.table.weight)).mT
+    z = torch.tanh(F.conv1d(z, c(s.conv.weight), c(s.conv.bias), padding=1)).mean(2)
+    return F.linear(z, c(s.last.weight), c(s.last.bias))
 
 
-def normalized(layers: nn.ModuleDict, x: Tensor, c: Cast) -> Tensor:
-    z = F.rms_norm(c(layers["first"](x)), (4,)) * c(layers["norm"].weight)
-    return c(layers["last"](z.to(x.dtype)))
+def normalized(s: Using, x: Tensor, c: Cast) -> Tensor:
+    z = F.rms_norm(c(s.first(x)), (4,)) * c(s.norm.weight)
+    return c(s.last(z.to(x.dtype)))
 
 
 LAYERS = {
@@ -102,24 +84,26 @@ DTYPES = [
 ]
 
 
-def models(use: Callable, own: torch.dtype, cast: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """The model, and the same in float64, in which casts do nothing."""
+def casting(use: Callable, own: torch.dtype, cast: torch.dtype) -> nn.Module:
+    """Return a model that casts to a dtype, and before the output back."""
     torch.manual_seed(0)
     layers = {name: LAYERS[name]() for name in MODELS[use]}
-    model = Casting(use, layers, cast).to(own)
     if use is head:
-        model.layers["last"].bias = None
-    double = deepcopy(model).double()
-    double.dtype = torch.float64
-    return model, double
+        layers["last"].bias = None
+    return Using(lambda s, x: use(s, x, lambda t: t.to(cast)).to(own), **layers).to(own)
 
 
-def build(kind: type, model: nn.Module, **options):
+def operators(kind: type, use: Callable, dtypes: tuple, **options: Any) -> list:
+    """Return the operator of a model, and of the same in float64, in which casts do nothing."""
     generator = torch.Generator().manual_seed(1)
-    dtype = next(model.parameters()).dtype
     X, y = torch.randn(9, 4, generator=generator).bfloat16(), torch.arange(9) % 3
-    data = [(X[part].to(dtype), y[part]) for part in (slice(5), slice(5, 9))]
-    return kind(model, nn.CrossEntropyLoss(), list(model.parameters()), data, **options)
+    model, exact = (casting(use, *both) for both in (dtypes[:2], [torch.float64] * 2))
+    exact.load_state_dict(model.state_dict())
+    found = []
+    for net, dtype in ((model, dtypes[0]), (exact, torch.float64)):
+        data = [(X[part].to(dtype), y[part]) for part in (slice(5), slice(5, 9))]
+        found.append(kind(net, nn.CrossEntropyLoss(), list(net.parameters()), data, **options))
+    return found
 
 
 @pytest.mark.extensive
@@ -129,9 +113,7 @@ def build(kind: type, model: nn.Module, **options):
 def test_kfac(use: Callable, approx: str, joint: bool, dtypes: tuple):
     options = {"kfac_approx": approx, "separate_weight_and_bias": not joint}
     options["fisher_type"] = "type-2"
-    found, expected = (
-        build(KFACLinearOperator, model, **options) for model in models(use, *dtypes[:2])
-    )
+    found, expected = operators(KFACLinearOperator, use, dtypes, **options)
     assert found.report() == expected.report()
     for factor in [*found.input_covariances.values(), *found.gradient_covariances.values()]:
         assert factor.dtype == torch.float32
@@ -142,26 +124,18 @@ def test_kfac(use: Callable, approx: str, joint: bool, dtypes: tuple):
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("use", MODELS)
 def test_trace_of_ekfac(use: Callable, dtypes: tuple):
-    found, expected = (
-        build(EKFACLinearOperator, model, fisher_type="type-2").trace()
-        for model in models(use, *dtypes[:2])
-    )
-    assert error(found, expected) <= dtypes[2]
+    found, expected = operators(EKFACLinearOperator, use, dtypes, fisher_type="type-2")
+    assert error(found.trace(), expected.trace()) <= dtypes[2]
 
 
 @pytest.mark.extensive
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("use", MODELS)
 def test_samples(use: Callable, dtypes: tuple):
-    own, double = models(use, *dtypes[:2])
-    tolerance = dtypes[2]
-    found, expected = (build(PerSampleGradientLinearOperator, model) for model in (own, double))
-    assert error(matrix(found), matrix(expected)) <= tolerance
-    assert error(matrix(found.T), matrix(expected.T)) <= tolerance
-    assert error(found.norms(), expected.norms()) <= tolerance
-    assert error(found.gram(), expected.gram()) <= tolerance
-    found, expected = (build(GGNDiagonalLinearOperator, model) for model in (own, double))
-    assert error(found.diagonal(), expected.diagonal()) <= tolerance
+    found, expected = operators(PerSampleGradientLinearOperator, use, dtypes)
+    check_rows(found, expected.dense(), dtypes[2])
+    found, expected = operators(GGNDiagonalLinearOperator, use, dtypes)
+    assert error(found.diagonal(), expected.diagonal()) <= dtypes[2]
 
 
 # --- low precision
@@ -204,17 +178,6 @@ def test_low_precision(function: Callable, dtype: torch.dtype, tolerance: float)
 # --- float16: refused in params; frozen layers, and parts, in it work
 
 
-KINDS: dict[str, Callable] = {
-    "hessian": HessianLinearOperator,
-    "ggn": GGNLinearOperator,
-    "fisher": EFLinearOperator,
-    "jacobian": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k),
-    "transpose": lambda m, _, p, d, **k: JacobianLinearOperator(m, p, d, **k).T,
-    "rows": PerSampleGradientLinearOperator,
-    "kfac": functools.partial(KFACLinearOperator, fisher_type="type-2"),
-}
-
-
 @pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])
 @pytest.mark.parametrize("named", [False, True])
 def test_parameters_are_refused(kind: type, named: bool):
@@ -226,51 +189,43 @@ def test_parameters_are_refused(kind: type, named: bool):
         kind(model, nn.CrossEntropyLoss(), params, data)
 
 
-class Adapted(nn.Module):
-    """A frozen layer, and an adapter of low rank, which computes in its own precision."""
-
-    def __init__(self, dim_in: int, dim_out: int):
-        super().__init__()
-        self.frozen = nn.Linear(dim_in, dim_out).requires_grad_(False)
-        self.down, self.up = nn.Linear(dim_in, 2, bias=False), nn.Linear(2, dim_out, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x.to(self.up.weight.dtype))).to(x.dtype)
+def adapter(dim_in: int, dim_out: int) -> nn.Module:
+    """Return a frozen layer, and an adapter of low rank, which computes in its own precision."""
+    frozen = nn.Linear(dim_in, dim_out).requires_grad_(False)
+    down, up = nn.Linear(dim_in, 2, bias=False), nn.Linear(2, dim_out, bias=False)
+    return Using(
+        lambda s, x: s.frozen(x) + s.up(s.down(x.to(s.up.weight.dtype))).to(x.dtype),
+        frozen=frozen, down=down, up=up,
+    )  # fmt: skip
 
 
 def adapted(base: torch.dtype, adapters: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
     torch.manual_seed(0)
-    model = nn.Sequential(Adapted(6, 8), nn.Tanh(), Adapted(8, 3))
+    model = nn.Sequential(adapter(6, 8), nn.Tanh(), adapter(8, 3))
     for layer in (model[0], model[2]):
         layer.to(adapters).frozen.half().to(base)
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_of_a_frozen_base(kind: str):
+@pytest.mark.parametrize("case", [*EXACT, "kfac"])
+def test_adapters_of_a_frozen_base(case: str):
     X, y = torch.randn(12, 6).half(), torch.arange(12) % 3
     model, params = adapted(torch.float16, torch.float32)
     exact, exact_params = adapted(torch.float64, torch.float64)
-    with torch.no_grad():
-        for p, q in zip(params, exact_params, strict=True):
-            q.copy_(p)
-    loss = nn.CrossEntropyLoss()
-    A = KINDS[kind](model, loss, params, [(X, y)])
-    expected = KINDS[kind](exact, loss, exact_params, [(X.double(), y)])
-    V = torch.randn(A.shape[1], 2)
+    exact.load_state_dict(model.state_dict())
+    options = {"fisher_type": "type-2"} if case == "kfac" else {}
+    loss, data = nn.CrossEntropyLoss(), [(X, y)]
+    A = ALL[case].build(Problem(model, loss, params, data, mc=True), **options)
+    data = [(X.double(), y)]
+    expected = ALL[case].build(Problem(exact, loss, exact_params, data, mc=True), **options)
+    V = vectors(A, 2)
     assert error(A @ V, expected @ V.double()) < 1e-2
     assert error(A @ V[:, 0], (expected @ V.double())[:, 0]) < 1e-2
 
 
-class Within(nn.Module):
-    """An activation in half precision."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).tanh().to(x.dtype)
+def within(dtype: torch.dtype) -> nn.Module:
+    """Return an activation in half precision."""
+    return Using(lambda _, x: x.to(dtype).tanh().to(x.dtype))
 
 
 @pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
@@ -278,12 +233,14 @@ class Within(nn.Module):
 @pytest.mark.parametrize("place", ["within", "output"])
 def test_wide_models_with_a_part_in_half_precision(kind: type, dtype: torch.dtype, place: str):
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 5), Within(dtype), nn.Linear(5, 3)]
-    layers = [*layers, Within(dtype)] if place == "output" else layers
-    model, X = nn.Sequential(*layers).double(), torch.randn(7, 4).double()
-    exact = deepcopy(nn.Sequential(*(nn.Tanh() if isinstance(m, Within) else m for m in layers)))
+    first, second, X = nn.Linear(4, 5), nn.Linear(5, 3), torch.randn(7, 4).double()
+    model, exact = (
+        nn.Sequential(first, middle, second, *([middle] if place == "output" else [])).double()
+        for middle in (within(dtype), nn.Tanh())
+    )
     y, loss = torch.randint(3, (7,)), nn.CrossEntropyLoss()
     v = torch.ones(sum(p.numel() for p in model.parameters())).double()
-    found = kind(model, loss, list(model.parameters()), [(X, y)]) @ v
-    expected = kind(exact, loss, list(exact.parameters()), [(X, y)]) @ v
+    found, expected = (
+        kind(net, loss, list(net.parameters()), [(X, y)]) @ v for net in (model, exact)
+    )
     assert error(found, expected) < (0.05 if dtype == torch.bfloat16 else 5e-3)

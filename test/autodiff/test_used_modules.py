@@ -1,21 +1,33 @@
 """Modules that a function uses are found, wherever it keeps them."""
 
-import copy
 import functools
 import types
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
-from contract import error
+from models import Using
 from small import build, dense, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops import EFLinearOperator, GGNLinearOperator, HessianLinearOperator
+from curvlinops import EFLinearOperator, HessianLinearOperator
 from curvlinops.autodiff.used_modules import find_modules
 
 MODULE = nn.Linear(4, 3).double()
+
+
+class Trainer:
+    """Has more modules than those that it predicts with."""
+
+    def __init__(self):
+        self.net, self.average = MODULE, nn.BatchNorm1d(4)
+        self.optimizer = torch.optim.Adam(MODULE.parameters())
+
+    def predict(self, X: Tensor) -> Tensor:
+        return self.net(X)
 
 
 settings = types.ModuleType("settings")
@@ -34,6 +46,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "containers": (lambda nets: lambda x: nets["all"][0](x))({"all": (MODULE,)}),
     "decorated": torch.no_grad()(lambda x: MODULE(x)),
     "wrapped": functools.cache(lambda x: MODULE(x)),
+    "partial": functools.partial(lambda inner, x: inner(x), MODULE),
+    "method": (lambda trainer: lambda x: trainer.predict(x))(Trainer()),
 }
 
 
@@ -54,73 +68,34 @@ def test_data_is_not_searched_for_modules():
 # --- what is done with them
 
 
-class Trainer:
-    """Has more modules than those that it predicts with."""
-
-    def __init__(self, model: nn.Module):
-        self.net, self.average = model, nn.BatchNorm1d(4)
-        self.optimizer = torch.optim.Adam(model.parameters())
-
-    def predict(self, X: Tensor) -> Tensor:
-        return self.net(X)
+def function() -> tuple[Callable, Any, nn.Module]:
+    model = mlp(nn.BatchNorm1d(4))
+    return lambda X: model(X), list(model.parameters()), model[1]
 
 
-#: Functions that call a module, which is found behind them.
-WRAPPERS: dict[str, Callable[[nn.Module], Callable]] = {
-    "partial": lambda model: functools.partial(lambda inner, X: inner(X), model),
-    "closure": lambda model: lambda X: model(X),
-    "method": lambda model: (lambda trainer: lambda X: trainer.predict(X))(Trainer(model)),
-}
+def function_of_parameters() -> tuple[Callable, Any, nn.Module]:
+    model = mlp(nn.BatchNorm1d(4))
+    params = dict(model.named_parameters())
+    return lambda p, X: functional_call(model, p, (X,)), params, model[1]
+
+
+def list_of_a_module() -> tuple[Callable, Any, nn.Module]:
+    model = Using(lambda s, X: s.used[0](s.layer(X)), layer=nn.Linear(3, 3).double())
+    model.used, model.unused = ([nn.BatchNorm1d(3, affine=False).double()] for _ in range(2))
+    return model, list(model.parameters()), model.used[0]
 
 
 COUPLES = r"BatchNorm in train mode couples .*module '\w+'\).*EFLinearOperator.*model.eval"
 
 
 @pytest.mark.filterwarnings("ignore:.*the result depends on how")
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_modules_behind_functions_are_found(name: str):
-    model, wrap = mlp(nn.BatchNorm1d(4)), WRAPPERS[name]
-    params, before = list(model.parameters()), copy.deepcopy(model.state_dict())
-    expected = dense(HessianLinearOperator, model)
-    assert error(dense(HessianLinearOperator, wrap(model), params=params), expected) <= 1e-12
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+@pytest.mark.parametrize("make", [function, function_of_parameters, list_of_a_module])
+def test_norms_behind_functions_and_lists(make: Callable):
+    model, params, norm = make()
+    before = deepcopy(norm.state_dict())
+    dense(HessianLinearOperator, model, params=params)
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
     with pytest.raises(ValueError, match=COUPLES):
-        build(EFLinearOperator, wrap(model), params=params)
-    build(EFLinearOperator, wrap(model.eval()), params=params)  # other modules do not count
-
-
-@pytest.mark.filterwarnings("ignore:.*the result depends on how")
-def test_modules_behind_functions_of_parameters_are_found():
-    model = mlp(nn.BatchNorm1d(4))
-    before = copy.deepcopy(model.state_dict())
-    params = {name: param.detach() for name, param in model.named_parameters()}
-    function = lambda values, X: functional_call(model, values, (X,))  # noqa: E731
-    dense(GGNLinearOperator, function, params=params)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class Unregistered(nn.Module):
-    """Uses one of two layers that it keeps in plain lists."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(3, 3, dtype=torch.float64)
-        self.used, self.unused = (
-            [nn.BatchNorm1d(3, affine=False, dtype=torch.float64)] for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used[0](self.linear(x))
-
-
-@pytest.mark.filterwarnings("ignore:.*the result depends on how")
-def test_modules_that_are_not_registered_are_found():
-    model = Unregistered()
-    before = copy.deepcopy(model.used[0].state_dict())
-    dense(HessianLinearOperator, model)
-    assert all(torch.equal(x, before[name]) for name, x in model.used[0].state_dict().items())
-    with pytest.raises(ValueError, match=COUPLES):
-        build(EFLinearOperator, model)
-    model.used[0].eval()
-    build(EFLinearOperator, model)
+        build(EFLinearOperator, model, params=params)
+    norm.eval()
+    build(EFLinearOperator, model, params=params)  # modules that are not used do not count

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import CASES, error, matrix
+from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
     GGNLinearOperator,
     HessianLinearOperator,
-    JacobianLinearOperator,
     TorchLinearOperator,
 )
 
@@ -79,22 +79,15 @@ def net() -> nn.Module:
     return model
 
 
-class Adapted(nn.Module):
+def adapted() -> nn.Module:
     """A frozen layer with an adapter of low rank before its first step."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen = nn.Linear(3, 2).requires_grad_(False)
-        self.A, self.B = nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.zeros(2, 2))
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + x @ self.A @ self.B
+    torch.manual_seed(0)
+    parts = {"frozen": nn.Linear(3, 2).requires_grad_(False), "A": torch.randn(3, 2)}
+    return Using(lambda s, x: s.frozen(x) + x @ s.A @ s.B, B=torch.zeros(2, 2), **parts).double()
 
 
 #: A model, and its first parameter that is zero.
-PENALIZED = {"biases": (net, "0.bias"), "adapters": (Adapted, "B")}
+PENALIZED = {"biases": (net, "0.bias"), "adapters": (adapted, "B")}
 ROOTS: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda p: p.norm() ** 2,
     "norm, named": lambda p: torch.norm(p, p="fro").pow(2),
@@ -164,25 +157,19 @@ def test_losses_of_outputs_that_are_zero(form: str, kind: type, dtype: torch.dty
 # --- functions inside of a model
 
 
-class Features(nn.Module):
-    """A layer, a function of it, and another layer.
+def features(function: Callable[[Tensor], Tensor], values: list[float]) -> nn.Module:
+    """Return a layer, a function of it, and another layer.
 
     Args:
         function: Of features ``[N, 4]``; returns ``[N, C]``.
         values: The features, which are those of all samples.
     """
-
-    def __init__(self, function: Callable[[Tensor], Tensor], values: list[float]):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.function = nn.Linear(3, 4), function
-        nn.init.zeros_(self.first.weight)
-        self.first.bias = nn.Parameter(torch.tensor(values))
-        self.second = nn.Linear(function(self.first(torch.ones(2, 3))).shape[1], 2)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.function(self.first(x)))
+    torch.manual_seed(0)
+    first = nn.Linear(3, 4)
+    nn.init.zeros_(first.weight)
+    first.bias = nn.Parameter(torch.tensor(values))
+    second = nn.Linear(function(first(torch.ones(2, 3))).shape[1], 2)
+    return Using(lambda s, x: s.second(function(s.first(x))), first=first, second=second).double()
 
 
 def distances(h: Tensor) -> Tensor:
@@ -242,7 +229,7 @@ def test_functions(name: str, dtype: torch.dtype):
     exact, found = (
         Problem(model, loss, list(model.parameters()), [(X.to(precision), Y)], mc=False)
         for precision in (torch.float64, dtype)
-        for model in [Features(function, values).to(precision)]
+        for model in [features(function, values).to(precision)]
     )
     hessian = differences(exact.model, loss)
     assert is_right(lambda: CASES["hessian"].build(found), hessian, tolerance) == is_smooth
@@ -251,41 +238,32 @@ def test_functions(name: str, dtype: torch.dtype):
         assert right or not is_smooth
 
 
-class Normalized(nn.Module):
-    """Divides by the standard deviation, which is zero in a row where all units are dead."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        h = torch.cat([h.relu()[:-1], 0 * h[-1:]])
-        return (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + 1e-3)
+def normalized(h: Tensor) -> Tensor:
+    """Divide by the standard deviation, which is zero in a row where all units are dead."""
+    h = torch.cat([h.relu()[:-1], 0 * h[-1:]])
+    return (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + 1e-3)
 
 
-class Angle(nn.Module):
+def angle(h: Tensor) -> Tensor:
     """Is not differentiable in forward mode at zero, where reverse mode gives zero."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        return torch.atan2(h[:, :2], torch.cat([h[:, 2:3], h[:, 2:3] ** 2], 1))
+    return torch.atan2(h[:, :2], torch.cat([h[:, 2:3], h[:, 2:3] ** 2], 1))
 
 
-@pytest.mark.parametrize("kind", [GGNLinearOperator, JacobianLinearOperator])
-@pytest.mark.parametrize("layer", [Normalized, Angle])
-def test_jacobians_are_those_of_backward_passes(layer: type[nn.Module], kind: type):
+@pytest.mark.parametrize("case", ["ggn", "jacobian"])
+@pytest.mark.parametrize("function", [normalized, angle])
+def test_jacobians_are_those_of_backward_passes(function: Callable, case: str):
     """They agree with the gradient that training uses, also where that is zero by definition."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), layer(), nn.LazyLinear(2)).double()
+    layers = {"first": nn.Linear(3, 4, bias=False), "last": nn.LazyLinear(2)}
+    model = Using(lambda s, x: s.last(function(s.first(x))), **layers).double()
     X = torch.randn(5, 3).double()
     X[2] = 0
-    model(X)
-    params = list(model.parameters())
-    J = torch.stack(
-        [
-            torch.cat([g.flatten() for g in torch.autograd.grad(z, params, retain_graph=True)])
-            for z in model(X).flatten()
-        ]
-    )
-    data, losses = [(X, torch.zeros(5, 2).double())], (nn.MSELoss(reduction="sum"),)
-    is_ggn = kind is GGNLinearOperator
-    A = kind(model, *(losses if is_ggn else ()), params, data)
-    expected = 2 * J.T @ J if is_ggn else J
+    outputs, params = model(X).flatten(), list(model.parameters())
+    rows = [torch.autograd.grad(z, params, retain_graph=True) for z in outputs]
+    J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    data = [(X, torch.zeros(5, 2).double())]
+    p = Problem(model, nn.MSELoss(reduction="sum"), params, data, mc=True)
+    A, expected = CASES[case].build(p), 2 * J.T @ J if case == "ggn" else J
     v = torch.ones(A.shape[1]).double()
     torch.testing.assert_close(A @ v, expected @ v)
     torch.testing.assert_close(A.to_dense(), expected)

@@ -1,20 +1,22 @@
 """Rows of a layer's output are assigned to samples in any order and layout."""
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
-from contract import error
-from sample_gradients import rows_in_batches
+from contract import error, matrix
+from models import Using
+from sample_gradients import loop, rows_in_batches
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from curvlinops import (
     EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
     GGNLinearOperator,
+    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -22,6 +24,7 @@ from curvlinops import (
 pytestmark = pytest.mark.extensive
 
 SEEDS = 3
+SUM = nn.MSELoss(reduction="sum")
 
 
 @pytest.fixture(autouse=True)
@@ -68,15 +71,6 @@ ORDERS: dict[str, tuple[Callable[[Layer, Tensor], Tensor], bool]] = {
 }
 
 
-class Ordered(nn.Module):
-    def __init__(self, order: Callable[[Layer, Tensor], Tensor]):
-        super().__init__()
-        self.order, self.layer, self.head = order, nn.Linear(3, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.order(self.layer, x)).mean(1))
-
-
 @pytest.mark.parametrize(
     "shapes",
     [
@@ -92,41 +86,49 @@ def test_orders(name: str, shapes: list[tuple[int, int]]):
     order, follows_axis = ORDERS[name]
     for seed in range(SEEDS):
         torch.manual_seed(seed)
-        model, loss = Ordered(order).double(), nn.MSELoss(reduction="sum")
+        model = Using(
+            lambda s, x: s.head(torch.tanh(order(s.layer, x)).mean(1)),
+            layer=nn.Linear(3, 3),
+            head=nn.Linear(3, 2),
+        ).double()
         data = [(torch.randn(*s, 3).double(), torch.randn(s[0], 2).double()) for s in shapes]
-        rows = rows_in_batches(model, data, loss)
-        A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
+        rows = rows_in_batches(model, data, SUM)
+        A = PerSampleGradientLinearOperator(model, SUM, list(model.parameters()), data)
         for _ in range(2):
             assert error(A.dense(), rows) <= 1e-10, seed
         assert not (follows_axis and A.fallbacks), (seed, A.fallbacks)
 
 
-class LoRA(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(3, 4).requires_grad_(False)
-        self.down, self.up = nn.Linear(3, 2, bias=False), nn.Linear(2, 4, bias=False)
-        nn.init.zeros_(self.up.weight)
+def adapter() -> nn.Module:
+    """A frozen layer, and an adapter before its first step, which see the sequences first."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def function(s: Using, x: Tensor) -> Tensor:
         h = x.transpose(0, 1).flatten(0, 1)
-        h = torch.tanh(self.base(h) + self.up(self.down(h)))
+        h = torch.tanh(s.base(h) + s.up(s.down(h)))
         return h.unflatten(0, (x.shape[1], len(x))).transpose(0, 1).mean(1)
+
+    down, up = nn.Linear(3, 2, bias=False), nn.Linear(2, 4, bias=False)
+    nn.init.zeros_(up.weight)
+    base = nn.Linear(3, 4).requires_grad_(False)
+    return Using(function, base=base, down=down, up=up).double()
+
+
+def adapter_data(*shapes: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(*s, 3).double(), torch.randn(s[0], 4).double()) for s in shapes]
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4), (1, 4)])
 def test_adapters_before_and_after_their_first_step(shape: tuple[int, int]):
-    model, loss = LoRA().double(), nn.MSELoss(reduction="sum")
-    data = [(torch.randn(*shape, 3).double(), torch.randn(shape[0], 4).double()) for _ in "ab"]
+    model, data = adapter(), adapter_data(shape, shape)
     params = [model.down.weight, model.up.weight]
-    A = PerSampleGradientLinearOperator(model, loss, params, data)
+    A = PerSampleGradientLinearOperator(model, SUM, params, data)
 
     def inputs(approx: str) -> Tensor:
-        K = KFACLinearOperator(model, loss, params, data, kfac_approx=approx)
+        K = KFACLinearOperator(model, SUM, params, data, kfac_approx=approx)
         return K.input_covariances["down"]
 
     for _ in range(2):
-        assert error(A.dense(), rows_in_batches(model, data, loss, params)) <= 1e-12
+        assert error(A.dense(), rows_in_batches(model, data, SUM, params)) <= 1e-12
         assert not A.fallbacks
         x = torch.cat([X.flatten(0, 1) for X, _ in data])
         assert error(inputs("expand"), covariance(x)) <= 1e-12
@@ -135,66 +137,65 @@ def test_adapters_before_and_after_their_first_step(shape: tuple[int, int]):
         nn.init.normal_(model.up.weight)
 
 
-class TimeFirst(nn.Module):
-    """Sequences, along the first axis, some of which are switched off."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.embed(x.transpose(0, 1).flatten(0, 1)))
-        h = h.unflatten(0, (x.shape[1], -1)).transpose(0, 1)
-        return self.head((h * (x[:, :1, :1] > 0)).sum(1))
-
-
-class Experts(nn.Module):
-    """Each sample goes to one of three layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList([nn.Linear(4, 2) for _ in "abc"])
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale, choice = self.gate(x).softmax(-1).max(-1)
-        out = x.new_zeros(len(x), 2)
-        for i, expert in enumerate(self.experts):
-            own = (choice == i).nonzero()[:, 0]
-            out = out.index_add(0, own, expert(x[own]) * scale[own, None])
-        return out
+def test_zero_heads_and_a_last_batch_of_one_sample():
+    model, (*data, last) = adapter(), adapter_data((4, 8), (4, 8), (1, 8), (1, 8))
+    params = [model.down.weight, model.up.weight]
+    K = KFACLinearOperator(model, SUM, params, data, kfac_approx="reduce")
+    x = torch.cat([X.mean(1) for X, _ in data])
+    assert error(K.input_covariances["down"], covariance(x)) <= 1e-12
+    K.update(last)
+    assert error(K.input_covariances["down"], covariance(torch.cat([x, last[0].mean(1)]))) <= 1e-12
 
 
 def covariance(rows: Tensor) -> Tensor:
     return rows.T @ rows / len(rows)
 
 
-def factors(model: nn.Module, data: list, approx: str, **options) -> KFACLinearOperator:
-    options = {"fisher_type": "empirical", "kfac_approx": approx, **options}
-    return KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
+def switched(s: Using, x: Tensor) -> Tensor:
+    """Sequences, along the first axis, some of which are switched off."""
+    h = torch.tanh(s.embed(x.transpose(0, 1).flatten(0, 1)))
+    h = h.unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+    return s.head((h * (x[:, :1, :1] > 0)).sum(1))
 
 
 def test_batches_without_a_gradient():
-    model, x, y = TimeFirst().double(), torch.randn(6, 3, 3).double(), torch.randn(6, 2).double()
-    x[:, 0, 0] = torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 1.0])
+    model = Using(switched, embed=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()
+    x, y = torch.randn(6, 3, 3).double(), torch.randn(6, 2).double()
+    x[:3, 0, 0], x[3:, 0, 0] = -1.0, 1.0
     data = [(x[:3], y[:3]), (x[3:], y[3:])]
+
+    def factors(data: list, approx: str) -> KFACLinearOperator:
+        options = {"fisher_type": "empirical", "kfac_approx": approx}
+        return KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
+
     for batches in (data[:1], data):
         with pytest.raises(NotImplementedError, match="rows have no gradient"):
-            factors(model, batches, "reduce").trace()
+            factors(batches, "reduce").trace()
     for batches in (data[::-1], [(x, y)]):
-        K = factors(model, batches, "expand")
-        torch.testing.assert_close(K.input_covariances["embed"], covariance(x.flatten(0, 1)))
-        K = factors(model, batches, "reduce")
-        torch.testing.assert_close(K.input_covariances["embed"], covariance(x.mean(1)))
+        for approx, rows in (("expand", x.flatten(0, 1)), ("reduce", x.mean(1))):
+            found = factors(batches, approx).input_covariances["embed"]
+            torch.testing.assert_close(found, covariance(rows))
+
+
+def routed(s: Using, x: Tensor) -> Tensor:
+    """Each sample goes to one of three layers."""
+    scale, choice = s.gate(x).softmax(-1).max(-1)
+    out = x.new_zeros(len(x), 2)
+    for i, expert in enumerate(s.experts):
+        own = (choice == i).nonzero()[:, 0]
+        out = out.index_add(0, own, expert(x[own]) * scale[own, None])
+    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
     """Rows follow no axis: gradients are computed one by one; KFAC-expand adds over all rows."""
-    model, x, y = Experts().to(dtype), torch.randn(30, 4).to(dtype), torch.randn(30, 2).to(dtype)
+    experts = nn.ModuleList([nn.Linear(4, 2) for _ in "abc"])
+    model = Using(routed, gate=nn.Linear(4, 3), experts=experts).to(dtype)
+    x, y = torch.randn(30, 4).to(dtype), torch.randn(30, 2).to(dtype)
     params, tolerance = list(model.parameters()), {8: 1e-9, 2: 0.1}[dtype.itemsize]
     rows = PerSampleGradientLinearOperator(model, nn.MSELoss(), params, [(x, y)])
-    wide = Experts().double()
-    wide.load_state_dict(model.state_dict())
+    wide = deepcopy(model).double()
     arguments = (wide, nn.MSELoss(), list(wide.parameters()))
     one_by_one = [(x[n : n + 1].double(), y[n : n + 1].double()) for n in range(30)]
     expected = PerSampleGradientLinearOperator(*arguments, one_by_one).dense()
@@ -213,27 +214,21 @@ def test_routing(dtype: torch.dtype, caplog: pytest.LogCaptureFixture):
         del options["kfac_approx"]
 
 
-class Routed(nn.Module):
+def routed_tokens(s: Using, x: Tensor) -> Tensor:
     """Tokens go to experts, whose numbers are tensors. A norm sees all tokens, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.experts = nn.LayerNorm(4), nn.Parameter(torch.randn(3, 4, 4))
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x).flatten(0, 1)
-        choice = h[:, :3].detach().argmax(1)
-        for i in choice.unique():
-            own = (choice == i).nonzero()[:, 0]
-            h = h.index_add(0, own, self.norm(h[own]) @ self.experts[i].T)
-        return self.head(h.unflatten(0, x.shape[:2]).sum(1))
+    h = s.norm(x).flatten(0, 1)
+    choice = h[:, :3].detach().argmax(1)
+    for i in choice.unique():
+        own = (choice == i).nonzero()[:, 0]
+        h = h.index_add(0, own, s.norm(h[own]) @ s.experts[i].T)
+    return s.head(h.unflatten(0, x.shape[:2]).sum(1))
 
 
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 def test_exact_blocks_of_parameters_with_rows_of_both_kinds(cls: type):
     """The norm sees samples in order, and tokens that follow no axis. Its block is exact."""
-    model, loss = Routed().double(), nn.MSELoss()
+    parts = {"experts": torch.randn(3, 4, 4), "head": nn.Linear(4, 2)}
+    model, loss = Using(routed_tokens, norm=nn.LayerNorm(4), **parts).double(), nn.MSELoss()
     data = [(torch.randn(n, 4, 4).double(), torch.randn(n, 2).double()) for n in (3, 1)]
     params = [*model.norm.parameters(), model.experts, *model.head.parameters()]
     K = cls(model, loss, params, data, fisher_type="type-2", fallback="dense")
@@ -244,43 +239,15 @@ def test_exact_blocks_of_parameters_with_rows_of_both_kinds(cls: type):
         assert error(K.to_dense()[own, own], G.to_dense()[own, own]) <= 1e-12
 
 
-def test_bags_with_offsets():
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.EmbeddingBag(10, 4), nn.Linear(4, 3)
-
-        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            return self.head(self.table(*batch))
-
-    model, loss = Bags().double(), nn.CrossEntropyLoss(reduction="sum")
-    text, offsets, y = torch.randint(10, (10,)), torch.tensor([0, 3, 4, 8]), torch.randint(3, (4,))
-    options = {"batch_size_fn": lambda X: len(X[1])}
-    params = list(model.parameters())
-    A = PerSampleGradientLinearOperator(model, loss, params, [((text, offsets), y)], **options)
-    start = torch.zeros(1, dtype=torch.int64)
-    bags = text.tensor_split(offsets[1:])
-    alone = [((bag, start), y[n : n + 1]) for n, bag in enumerate(bags)]
-    assert error(A.dense(), rows_in_batches(model, alone, loss)) <= 1e-12
-
-
-class Attention(nn.Module):
+def attention(s: Using, X: dict[str, Tensor], causal: bool) -> Tensor:
     """Sequences of which the first few tokens are read; of the first alone, softmax is constant."""
-
-    def __init__(self, causal: bool):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-        self.head, self.causal = nn.Linear(16, 2), causal
-
-    def forward(self, data: dict[str, Tensor]) -> Tensor:
-        x, mask = data["x"], data["mask"]
-        layers = (self.query, self.key, self.value)
-        qkv = [layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in layers]
-        options = {"is_causal": True} if self.causal else {"attn_mask": mask[:, None, None]}
-        out = scaled_dot_product_attention(*qkv, **options).transpose(1, 2).flatten(-2)
-        if self.causal:
-            return self.head(out[:, 0])
-        return self.head((out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+    x, mask = X["x"], X["mask"]
+    qkv = [f(x).unflatten(-1, (2, 8)).transpose(1, 2) for f in (s.query, s.key, s.value)]
+    options = {"is_causal": True} if causal else {"attn_mask": mask[:, None, None]}
+    out = scaled_dot_product_attention(*qkv, **options).transpose(1, 2).flatten(-2)
+    if causal:
+        return s.head(out[:, 0])
+    return s.head((out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -292,8 +259,10 @@ def test_gradients_that_are_rounding_errors(
     causal: bool, lengths: list, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
 ):
     """Kernels of attention return such instead of zeros."""
-    model, loss = Attention(causal).to(dtype), nn.CrossEntropyLoss(reduction="sum")
-    data = []
+    layers = {name: nn.Linear(16, 16) for name in ("query", "key", "value")}
+    layers["head"] = nn.Linear(16, 2)
+    model = Using(lambda s, X: attention(s, X, causal), **layers).to(dtype)
+    loss, data = nn.CrossEntropyLoss(reduction="sum"), []
     for some in lengths:
         mask = torch.arange(4)[None] < torch.tensor(some)[:, None]
         x = torch.randn(len(some), 4, 16, dtype=dtype)
@@ -301,13 +270,8 @@ def test_gradients_that_are_rounding_errors(
     params = list(model.parameters())
     options = {"batch_size_fn": lambda X: len(X["x"])}
     found = PerSampleGradientLinearOperator(model, loss, params, data, **options).dense()
-    rows = []
-    for X, y in data:
-        for n in range(len(y)):
-            output = model({name: x[n : n + 1] for name, x in X.items()})
-            grads = torch.autograd.grad(loss(output, y[n : n + 1]), params)
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    assert error(found, torch.stack(rows)) <= (1e-5 if dtype == torch.float32 else 1e-12)
+    rows = loop(model, params, data, loss)
+    assert error(found, rows) <= (1e-5 if dtype == torch.float32 else 1e-12)
     assert not caplog.records
     for kind in (KFACLinearOperator, EKFACLinearOperator):
         K = kind(model, loss, params, data, **options)
@@ -315,49 +279,16 @@ def test_gradients_that_are_rounding_errors(
         assert bool(K.trace().isfinite())
 
 
-class Positions(nn.Module):
-    """A row of the output for each token, and a table of positions that sees no sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.position, self.head = nn.Linear(5, 5), nn.Embedding(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head((self.token(x) + self.position(torch.arange(4))).tanh()).flatten(0, 1)
-
-
-@pytest.mark.parametrize("cut", [[1, 2], [1, 1, 1]])
-@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_tokens_of_one_sample_are_no_samples(cut: list[int], fisher_type: str, approx: str):
-    torch.manual_seed(0)
-    model, num_samples = Positions().double(), sum(cut)
-    X, y = torch.randn(num_samples, 4, 5).double(), torch.randint(3, (num_samples, 4))
-    whole = [(X, y.flatten())]
-    parts = [(x, t.flatten()) for x, t in zip(X.split(cut), y.split(cut), strict=True)]
-
-    def dense(data: list) -> Tensor:
-        params, options = list(model.parameters()), {"fisher_type": fisher_type}
-        # else signs are drawn for each batch
-        options |= {"kfac_approx": approx, "batch_size_fn": len, "exact": fisher_type == "type-2"}
-        K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, **options)
-        return K @ torch.eye(K.shape[1]).double()
-
-    torch.testing.assert_close(dense(parts), dense(whole))
+def mixing(s: Using, x: Tensor) -> Tensor:
+    """The second batch has another operation."""
+    h = s.token(x).tanh()
+    h = h + h.mean(1, keepdim=True)
+    return s.head(h.sin() if x[0, 0, 0] > 0 else h).flatten(0, 1)
 
 
 def test_other_operations_where_tokens_of_a_sample_interact():
-    class Mixing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.token, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.token(x).tanh()
-            h = h + h.mean(1, keepdim=True)
-            return self.head(h.sin() if x[0, 0, 0] > 0 else h).flatten(0, 1)
-
-    model, x, y = Mixing().double(), torch.randn(4, 5, 3).double(), torch.randint(2, (20,))
+    model = Using(mixing, token=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()
+    x, y = torch.randn(4, 5, 3).double(), torch.randint(2, (20,))
     x[:2, 0, 0], x[2:, 0, 0] = -1.0, 1.0
     data = [(x[:2], y[:10]), (x[2:], y[10:])]
     params, loss = list(model.parameters()), nn.CrossEntropyLoss()
@@ -368,31 +299,23 @@ def test_other_operations_where_tokens_of_a_sample_interact():
 # --- rows of the output that are tokens of samples
 
 
-class Tokens(nn.Module):
-    """A layer for each token, with or without interaction, and outputs for each token."""
+def tokens(interact: bool, flat: bool, mean: str = "mean", sizes: tuple = (6, 2)) -> tuple:
+    """Return the arguments of operators, of a model with flat outputs or without.
 
-    def __init__(self, interact: bool, flat: bool):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.norm, self.interact, self.flat = nn.LayerNorm(5), interact, flat
-        self.double()
+    A layer sees each token, and a table of positions sees no sample.
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.norm(self.first(x)))
-        h = h + h.cumsum(1) if self.interact else h
-        out = self.head(h)
-        return out.flatten(0, 1) if self.flat else out.movedim(-1, 1)
+    def function(s: Using, x: Tensor) -> Tensor:
+        h = torch.tanh(s.norm(s.first(x)) + s.position(torch.arange(7)))
+        h = h + h.cumsum(1) if interact else h
+        out = s.head(h)
+        return out.flatten(0, 1) if flat else out.movedim(-1, 1)
 
-
-def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
-    """Return the arguments of operators, of a model with flat outputs or without."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(6, 7), (2, 7)]
-    X = [torch.randn(*shape, 4, generator=generator).double() for shape in shapes]
-    y = [torch.randint(3, shape, generator=generator) for shape in shapes]
-    y = [labels.flatten() for labels in y] if flat else y
-    model = Tokens(interact, flat)
+    torch.manual_seed(0)
+    layers = {"position": nn.Embedding(7, 5), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 3)}
+    model = Using(function, first=nn.Linear(4, 5), **layers).double()
+    X = [torch.randn(n, 7, 4).double() for n in sizes]
+    y = [torch.randint(3, (n * 7,) if flat else (n, 7)) for n in sizes]
     loss = nn.CrossEntropyLoss(reduction=mean)
     return model, loss, list(model.parameters()), list(zip(X, y, strict=True))
 
@@ -400,12 +323,14 @@ def tokens(interact: bool, flat: bool, mean: str = "mean") -> tuple:
 @pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("fisher_type", ["empirical", "type-2"])
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
-@pytest.mark.parametrize("interact", [False, True])
-def test_factors_of_flattened_tokens(kind: type, fisher_type: str, approx: str, interact: bool):
+@pytest.mark.parametrize("interact, sizes", [(False, (6, 2)), (True, (6, 2)), (False, (1, 2))])
+def test_factors_of_flattened_tokens(
+    kind: type, fisher_type: str, approx: str, interact: bool, sizes: tuple[int, ...]
+):
     options = {"fisher_type": fisher_type, "kfac_approx": approx}
-    expected = kind(*tokens(interact, flat=False), **options).to_dense()
+    expected = kind(*tokens(interact, False, sizes=sizes), **options).to_dense()
     for more in ({}, {"batch_size_fn": len}):
-        found = kind(*tokens(interact, flat=True), **options, **more).to_dense()
+        found = kind(*tokens(interact, True, sizes=sizes), **options, **more).to_dense()
         assert error(found, expected) <= 1e-9
 
 
@@ -427,47 +352,59 @@ def test_samples_of_flattened_tokens(interact: bool, mean: str):
         assert error(EFLinearOperator(*flat, terms="sample").to_dense(), fisher[0]) <= 1e-10
     diagonals = [GGNDiagonalLinearOperator(*a).diagonal() for a in (flat, plain)]
     assert error(*diagonals) <= 1e-10
+    model, _, params, data = flat
+    J = JacobianLinearOperator(model, params, data)
+    assert error(J.gram(), matrix(J) @ matrix(J).T) <= 1e-10
 
 
 def test_flattened_tokens_without_rules():
     """Samples are cut one by one, each with all of its tokens."""
-
-    class Scaled(Tokens):
-        def __init__(self):
-            super().__init__(interact=True, flat=True)
-            self.scale = nn.Parameter(torch.randn(3, 3).double())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.linalg.solve(self.scale, super().forward(x).unsqueeze(-1))[..., 0]
-
-    model, (_, loss, _, data) = Scaled(), tokens(True, True)
-    params = [model.scale, model.head.bias]
+    inner, loss, _, data = tokens(True, True)
+    model = Using(
+        lambda s, x: torch.linalg.solve(s.scale, s.inner(x).unsqueeze(-1))[..., 0],
+        inner=inner,
+        scale=torch.randn(3, 3).double(),
+    )
+    params = [model.scale, inner.head.bias]
     A = PerSampleGradientLinearOperator(model, loss, params, data)
-    rows = []
-    for X, y in data:
-        for x, labels in zip(X, y.reshape(len(X), -1), strict=True):
-            value = nn.functional.cross_entropy(model(x.unsqueeze(0)), labels, reduction="sum")
-            rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, params)]))
-    assert error(A.dense(), torch.stack(rows)) <= 1e-10
+    by_sample = [(X, y.view(len(X), -1)) for X, y in data]
+    rows = loop(model, params, by_sample, lambda z, y: cross_entropy(z, y[0], reduction="sum"))
+    assert error(A.dense(), rows) <= 1e-10
     assert list(A.fallbacks) == ["scale"]
 
 
 def test_tokens_of_unequal_number_are_refused():
-    model, loss, params, [(X, y), _] = tokens(False, True)
+    inner, loss, params, [(X, y), _] = tokens(False, True)
 
-    class Ragged(nn.Module):
-        """Drops a token of a batch of three samples."""
-
-        def __init__(self):
-            super().__init__()
-            self.inner = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)[: len(x) * 7 - (len(x) == 3)]
+    def ragged(x: Tensor) -> Tensor:
+        """Drop a token of a batch of three samples."""
+        return inner(x)[: len(x) * 7 - (len(x) == 3)]
 
     data = [(X, y), (X[:3], y[:20])]
     with pytest.raises(ValueError, match="20 rows for 3 samples"):
-        KFACLinearOperator(Ragged(), loss, params, data, kfac_approx="reduce").trace()
+        KFACLinearOperator(ragged, loss, params, data, kfac_approx="reduce").trace()
+
+
+def test_losses_with_graphs_weigh_flattened_tokens_alike():
+    """A penalty without effect changes nothing but the way that gradients are computed."""
+    module, _, params, data = tokens(interact=True, flat=True)
+
+    def model(x: Tensor) -> Tensor:  # a module's parameters may not be used by the loss, too
+        return module(x)
+
+    def plain(output: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(output, y)
+
+    def penalized(output: Tensor, y: Tensor) -> Tensor:
+        return plain(output, y) + 0.0 * sum(p.square().sum() for p in params)
+
+    options = {"terms": "sample", "reduction": "mean"}
+    fisher = [EFLinearOperator(model, loss, params, data, **options) for loss in (plain, penalized)]
+    assert error(*(F.to_dense() for F in fisher)) <= 1e-10
+    for terms in ("sample", "term"):
+        options["terms"] = terms
+        rows = PerSampleGradientLinearOperator(model, penalized, params, data, **options)
+        assert rows.dense().shape[0] == 8
 
 
 # --- rows without a gradient
@@ -475,7 +412,6 @@ def test_tokens_of_unequal_number_are_refused():
 
 def test_biases_and_dead_layers_need_no_samples():
     """The bias of a dead layer, whose rows might be any sample's, has a zero block."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Flatten(1), nn.Linear(16, 5)).double()
     with torch.no_grad():
         model[0].weight.zero_(), model[0].bias.fill_(-1.0)
@@ -491,71 +427,36 @@ def test_biases_and_dead_layers_need_no_samples():
 def test_biases_of_half_dead_layers_need_no_samples():
     """Only the rows (0, 0) and (1, 1) have a gradient: an axis of samples is not evident."""
 
-    class HalfDead(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+    def half_dead(s: Using, x: Tensor) -> Tensor:
+        return s.head((torch.tanh(s.layer(x)) * torch.eye(2).to(x).unsqueeze(-1)).sum(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            mask = torch.eye(2, dtype=x.dtype).unsqueeze(-1)
-            return self.head((torch.tanh(self.layer(x)) * mask).sum(1))
-
-    model, X, y = HalfDead().double(), torch.randn(2, 2, 3).double(), torch.randn(2, 2).double()
-    arguments = model, nn.MSELoss(reduction="sum")
+    model = Using(half_dead, layer=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()
+    X, y = torch.randn(2, 2, 3).double(), torch.randn(2, 2).double()
     options = {"fisher_type": "empirical", "kfac_approx": "reduce"}
-    K = KFACLinearOperator(*arguments, [model.layer.bias], [(X, y)], **options)
-    grads = rows_in_batches(model, [(X, y)], arguments[1], [model.layer.bias])
+    K = KFACLinearOperator(model, SUM, [model.layer.bias], [(X, y)], **options)
+    grads = rows_in_batches(model, [(X, y)], SUM, [model.layer.bias])
     assert error(K.to_dense(), grads.T @ grads) <= 1e-10
     with pytest.raises(NotImplementedError, match="rows have no gradient"):
-        KFACLinearOperator(*arguments, [model.layer.weight], [(X, y)], **options).trace()
-
-
-def test_rows_of_packed_sequences_are_no_tokens_of_samples():
-    """They are ordered by time: neighboring rows belong to different sequences."""
-
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: PackedSequence) -> Tensor:
-            return torch.tanh(self.layer(x.data))
-
-    model, y = Packed().double(), torch.randn(9, 3).double()
-    X = pack_sequence([torch.randn(n, 4).double() for n in (4, 3, 2)])
-    loss, params = nn.MSELoss(reduction="sum"), list(model.parameters())
-    A = PerSampleGradientLinearOperator(model, loss, params, [(X, y)])
-    assert error(A.dense(), rows_in_batches(model, [(X, y)], loss)) <= 1e-12
+        KFACLinearOperator(model, SUM, [model.layer.weight], [(X, y)], **options).trace()
 
 
 # --- a first axis of X that numbers no samples
 
 
-class TimeMajor(nn.Module):
-    """Sequences ``[T, N, d]``, as recurrent layers take them by default; outputs ``[N, C]``."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.RNN(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.rnn(x)[0].mean(0))
+def recurrent(function: Callable[[Using, Tensor], Tensor]) -> nn.Module:
+    return Using(function, rnn=nn.RNN(4, 5), head=nn.Linear(5, 3)).double()
 
 
-class Selecting(nn.Module):
+def selecting() -> nn.Module:
     """Returns the rows of some positions, as models of masked tokens do."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return torch.tanh(self.layer(x["x"]))[x["mask"]]
+    return Using(
+        lambda s, X: torch.tanh(s.layer(X["x"]))[X["mask"]], layer=nn.Linear(4, 3)
+    ).double()
 
 
 def test_time_major_inputs_are_no_samples():
-    torch.manual_seed(0)
-    model, loss = TimeMajor().double(), nn.CrossEntropyLoss()
+    """Sequences are ``[T, N, d]``, as recurrent layers take them by default; outputs ``[N, C]``."""
+    model, loss = recurrent(lambda s, x: s.head(s.rnn(x)[0].mean(0))), nn.CrossEntropyLoss()
     data = [(torch.randn(3, n, 4).double(), torch.randint(3, (n,))) for n in (6, 3, 4)]
     params = list(model.parameters())
     rows = rows_in_batches(model, data, loss)
@@ -570,7 +471,7 @@ def test_time_major_inputs_are_no_samples():
 
 @pytest.mark.parametrize("masks", [[[1, 3], [1, 2]], [[2], [1, 2]], [[2, 1, 3], [2, 2]]], ids=str)
 def test_selected_rows_are_no_tokens_of_samples(masks: list[list[int]]):
-    model, loss, data = Selecting().double(), nn.CrossEntropyLoss(reduction="sum"), []
+    model, loss, data = selecting(), nn.CrossEntropyLoss(reduction="sum"), []
     for counts in masks:
         mask = torch.arange(4) < torch.tensor(counts)[:, None]
         X = {"x": torch.randn(len(counts), 4, 4).double(), "mask": mask}
@@ -587,7 +488,7 @@ def test_unequal_numbers_of_rows_are_noticed_where_samples_are_evaluated_alone()
     """The first and the last sample have the mean number of rows, others do not."""
     mask = torch.arange(4) < torch.tensor([2, 1, 3, 2])[:, None]
     X = {"x": torch.randn(4, 4, 4).double(), "mask": mask}
-    model, loss, data = Selecting().double(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (8,)))]
+    model, loss, data = selecting(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (8,)))]
     A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
     with pytest.raises(ValueError, match="Sample 1 of batch 0 has 1 rows .* 2 for each sample"):
         A.dense()
@@ -596,47 +497,8 @@ def test_unequal_numbers_of_rows_are_noticed_where_samples_are_evaluated_alone()
 def test_samples_of_a_recurrence_over_the_batch_are_refused():
     """Only later samples depend on others."""
 
-    class Forgotten(TimeMajor):
-        def forward(self, x: Tensor) -> Tensor:  # [N, T, d]
-            return self.head(self.rnn(x)[0][:, -1])
-
-    model, X, y = Forgotten().double(), torch.randn(5, 3, 4).double(), torch.randint(3, (5,))
+    model = recurrent(lambda s, x: s.head(s.rnn(x)[0][:, -1]))  # of [N, T, d]
+    X, y = torch.randn(5, 3, 4).double(), torch.randint(3, (5,))
     for kind in (PerSampleGradientLinearOperator, EFLinearOperator, GGNDiagonalLinearOperator):
         with pytest.raises(ValueError, match="depends on the other samples"):
             kind(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)])
-
-
-def test_zero_heads_and_a_last_batch_of_one_sample():
-    model, loss = LoRA().double(), nn.MSELoss(reduction="sum")
-    data = [(torch.randn(n, 8, 3).double(), torch.randn(n, 4).double()) for n in (4, 4, 1)]
-    params = [model.down.weight, model.up.weight]
-    K = KFACLinearOperator(model, loss, params, data, kfac_approx="reduce")
-    x = torch.cat([X.mean(1) for X, _ in data])
-    assert error(K.input_covariances["down"], covariance(x)) <= 1e-12
-    x, y = torch.randn(1, 8, 3).double(), torch.randn(1, 4).double()
-    K.update((x, y))
-    x = torch.cat([*(X.mean(1) for X, _ in data), x.mean(1)])
-    assert error(K.input_covariances["down"], covariance(x)) <= 1e-12
-
-
-def test_losses_with_graphs_weigh_flattened_tokens_alike():
-    """A penalty without effect changes nothing but the way that gradients are computed."""
-    module, _, params, data = tokens(interact=True, flat=True)
-
-    def model(x: Tensor) -> Tensor:
-        return module(x)
-
-    def plain(output: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, y)
-
-    def penalized(output: Tensor, y: Tensor) -> Tensor:
-        return plain(output, y) + 0.0 * sum(p.square().sum() for p in params)
-
-    options = {"terms": "sample", "reduction": "mean"}
-    fisher = [EFLinearOperator(model, loss, params, data, **options) for loss in (plain, penalized)]
-    assert error(*(F.to_dense() for F in fisher)) <= 1e-10
-    for terms in ("sample", "term"):
-        rows = PerSampleGradientLinearOperator(
-            model, penalized, params, data, terms=terms, reduction="mean"
-        )
-        assert rows.dense().shape[0] == 8

@@ -7,16 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import error
-from sample_gradients import loop, rows_in_batches
+from models import Using
+from sample_gradients import check_rows, loop, rows_in_batches
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
-from curvlinops import (
-    JacobianLinearOperator,
-    KFACLinearOperator,
-    PerSampleGradientLinearOperator,
-)
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 from curvlinops.layers.rules import RULES, Rule, Use, contraction
 
 LOSS = nn.MSELoss(reduction="sum")
@@ -27,6 +24,11 @@ NUM_CALLS = 0
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+def data(*shape: int) -> list[tuple[Tensor, Tensor]]:
+    """Return one batch, by default of five vectors of four numbers."""
+    return [(torch.randn(*(shape or (5, 4))).double(), torch.randn(5, 3).double())]
 
 
 def scaled(x: Tensor, w: Tensor) -> Tensor:
@@ -52,24 +54,15 @@ def counting(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w) * SCALE
 
 
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.weight, self.function = nn.Parameter(torch.randn(3, 4).double()), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x, self.weight)
-
-
 @pytest.mark.parametrize("function", [scaled, spelled_out, counting])
 def test_functions_that_ask_for_the_protocol_read_present_globals(function, monkeypatch):
-    model, data = Function(function), [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
-    arguments = model, LOSS, [model.weight], data
+    model = Using(lambda s, x: function(x, s.weight), weight=torch.randn(3, 4).double())
+    arguments = model, LOSS, [model.weight], data()
     J = PerSampleGradientLinearOperator(*arguments)
     for scale in (1.0, 3.0):
         monkeypatch.setattr(f"{__name__}.SCALE", scale)
         before = NUM_CALLS
-        expected = loop(model, [model.weight], data, LOSS).norm(dim=1)
+        expected = loop(model, *arguments[2:], LOSS).norm(dim=1)
         calls = NUM_CALLS - before
         assert error(J.norms(), expected) <= 1e-12
         assert error(PerSampleGradientLinearOperator(*arguments).norms(), expected) <= 1e-12
@@ -78,48 +71,36 @@ def test_functions_that_ask_for_the_protocol_read_present_globals(function, monk
     assert all("a call that no rule knows" in reason for reason in J.fallbacks.values())
 
 
-class Overwriting(nn.Module):
-    """Overwrites the input of an addition, which needs no input for its gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.shift = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.layer(x)
-        out = z + self.shift
-        z.mul_(2.0)
-        return self.head(torch.tanh(out))
+def overwriting(s: Using, x: Tensor) -> Tensor:
+    """Overwrite the input of an addition, which needs no input for its gradient."""
+    z = s.layer(x)
+    out = z + s.shift
+    z.mul_(2.0)
+    return s.head(torch.tanh(out))
 
 
 def test_overwritten_inputs_that_no_rule_needs():
-    model = Overwriting().double()
-    data = [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
-    J = PerSampleGradientLinearOperator(model, LOSS, list(model.parameters()), data)
-    assert error(J.dense(), loop(model, list(model.parameters()), data, LOSS)) <= 1e-12
-    assert not J.fallbacks
+    layers = {"layer": nn.Linear(4, 4), "head": nn.Linear(4, 3)}
+    model = Using(overwriting, shift=torch.randn(4), **layers).double()
+    arguments = model, LOSS, list(model.parameters()), data()
+    rows = loop(model, *arguments[2:], LOSS)
+    check_rows(PerSampleGradientLinearOperator(*arguments), rows, 1e-12, covered=True)
 
 
 def test_recording_keeps_no_activations_that_no_rule_needs():
     """Additions of a bias need neither their input nor their output."""
     alive: list[int] = []
 
-    class Shifts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shifts = nn.ParameterList(torch.randn(64) for _ in range(20))
+    def shift_often(s: Using, x: Tensor) -> Tensor:
+        for shift in s.shifts:
+            x = x + shift
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == x.shape]
+        alive.append(len({t.data_ptr() for t in tensors}))
+        return x
 
-        def forward(self, x: Tensor) -> Tensor:
-            for shift in self.shifts:
-                x = x + shift
-            gc.collect()
-            tensors = [t for t in gc.get_objects() if type(t) is Tensor and t.shape == x.shape]
-            alive.append(len({t.data_ptr() for t in tensors}))
-            return x
-
-    model, X = Shifts(), torch.randn(7, 64)
-    params = list(model.parameters())
+    model = Using(shift_often, shifts=nn.ParameterList(torch.randn(64) for _ in range(20)))
+    X, params = torch.randn(7, 64), list(model.parameters())
     KFACLinearOperator(model, LOSS, params, [(X, torch.zeros_like(X))]).trace()
     assert max(alive) <= 4
 
@@ -139,9 +120,9 @@ def unforeseen(x: Tensor, w: Tensor) -> dict[str, Use | None]:
 
 
 def two_layers() -> tuple:
-    params = {"a": torch.randn(4, 4).double(), "w": torch.randn(4, 3).double()}
-    data = [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
-    return lambda p, X: fused(torch.tanh(X @ p["a"]), p["w"]), LOSS, params, data
+    parts = {"a": torch.randn(4, 4), "w": torch.randn(4, 3)}
+    model = Using(lambda s, X: fused(torch.tanh(X @ s.a), s.w), **parts).double()
+    return model, LOSS, list(model.parameters()), data()
 
 
 def fails_on_gradients(x: Tensor, w: Tensor) -> dict[str, Use | None]:
@@ -167,86 +148,58 @@ def test_mistakes_in_rules_surface(monkeypatch):
 
 def test_calls_that_a_rule_does_not_know_have_a_fallback(monkeypatch, caplog):
     monkeypatch.setitem(RULES, fused, Rule(unforeseen))
-    model, _, params, data = two_layers()
-    J = PerSampleGradientLinearOperator(model, LOSS, params, data)
+    arguments = two_layers()
+    J = PerSampleGradientLinearOperator(*arguments)
     with caplog.at_level(logging.WARNING, "curvlinops"):
         norms = J.norms()
     assert list(J.fallbacks) == ["w"]
-    leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
-    (X, y), rows = data[0], []
-    for n in range(len(X)):
-        value = LOSS(model(leaves, X[n : n + 1]), y[n : n + 1])
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(value, leaves.values())]))
-    assert error(norms, torch.stack(rows).norm(dim=1)) <= 1e-12
+    model, _, params, batches = arguments
+    assert error(norms, loop(model, params, batches, LOSS).norm(dim=1)) <= 1e-12
 
 
 def test_random_models_have_rules():
     """A pass draws its masks once: rules are compared with autograd's gradients of that pass."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
-    data = [(torch.randn(5, 4).double(), torch.randn(5, 3).double())]
-    params = list(model.parameters())
-    J = PerSampleGradientLinearOperator(model, LOSS, params, data, check_deterministic=False)
+    params, batches = list(model.parameters()), data()
+    J = PerSampleGradientLinearOperator(model, LOSS, params, batches, check_deterministic=False)
     torch.manual_seed(1)
-    expected = rows_in_batches(model, data, LOSS)
+    expected = rows_in_batches(model, batches, LOSS)
     torch.manual_seed(1)
     assert error(J.dense(), expected) <= 1e-12
     assert not J.fallbacks
 
 
-class Checkpointed(nn.Module):
-    """A recurrent layer, and a checkpoint around it or around another layer."""
-
-    def __init__(self, inside: bool):
-        super().__init__()
-        self.rnn, self.block = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 5)
-        self.head, self.inside = nn.Linear(5, 3), inside
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.inside:
-            h = checkpoint(lambda x: self.rnn(x)[0], x, use_reentrant=False)
-        else:
-            h = checkpoint(self.block, self.rnn(x)[0], use_reentrant=False)
-        return self.head(torch.tanh(h).mean(1))
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoints_and_compositions(inside: bool):
-    """A call in a checkpoint is not replaced by a composition; others are."""
-    model = Checkpointed(inside).double()
-    data = [(torch.randn(5, 6, 4).double(), torch.randn(5, 3).double())]
-    params = list(model.parameters())
-    J = PerSampleGradientLinearOperator(model, LOSS, params, data)
-    assert error(J.dense(), loop(model, params, data, LOSS)) <= 1e-10
+    """A recurrent call in a checkpoint is not replaced by a composition; others are."""
+
+    def function(s: Using, x: Tensor) -> Tensor:
+        if inside:
+            h = checkpoint(lambda x: s.rnn(x)[0], x, use_reentrant=False)
+        else:
+            h = checkpoint(s.block, s.rnn(x)[0], use_reentrant=False)
+        return s.head(torch.tanh(h).mean(1))
+
+    layers = {"block": nn.Linear(5, 5), "head": nn.Linear(5, 3)}
+    model = Using(function, rnn=nn.LSTM(4, 5, batch_first=True), **layers).double()
+    arguments = model, LOSS, list(model.parameters()), data(5, 6, 4)
+    J = PerSampleGradientLinearOperator(*arguments)
+    check_rows(J, loop(model, *arguments[2:], LOSS))
     assert all(name.startswith("rnn") for name in J.fallbacks) and bool(J.fallbacks) == inside
 
 
-class Branching(nn.Module):
+def branching(s: Using, x: Tensor) -> Tensor:
     """Has no rule on some data."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.vmap(self.layer)(x) if x[0, 0] > 0 else self.layer(x)
+    return torch.vmap(s.layer)(x) if x[0, 0] > 0 else s.layer(x)
 
 
 def test_fallbacks_of_one_operator_are_not_those_of_another():
-    model, X = Branching().double(), torch.randn(5, 4).double()
+    model, [(X, y)] = Using(branching, layer=nn.Linear(4, 3)).double(), data()
     X[0, 0] = 1.0
     arguments = model, LOSS, list(model.parameters())
-    y = torch.randn(5, 3).double()
     K = KFACLinearOperator(*arguments, [(-X, y)])
     trace = K.trace()
     with pytest.raises(NotImplementedError, match="a call that no rule knows"):
         KFACLinearOperator(*arguments, [(X, y)]).trace()
     K.compute_kronecker_factors()
     assert K.trace() == trace
-
-
-def test_gram_of_flattened_tokens():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1)).double()
-    data = [(torch.randn(n, 3, 4).double(), torch.zeros(3 * n, 3).double()) for n in (2, 1)]
-    J = JacobianLinearOperator(model, list(model.parameters()), data)
-    dense = J @ torch.eye(J.shape[1], dtype=torch.float64)
-    assert error(J.gram(), dense @ dense.T) <= 1e-12

@@ -1,48 +1,46 @@
 """Models that use their parameters in all ways: per-sample gradients, one sample at a time."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from functools import partial
+from itertools import product
+from typing import Any
 
+import problems
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import CASES, matrix
 from models import Using
 from problems import Problem
-from sample_gradients import check, check_factors, compare, loop, rows_in_batches, sequences
+from sample_gradients import (
+    bounded,
+    check,
+    check_factors,
+    compare,
+    loop,
+    rows_in_batches,
+    sequences,
+)
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from curvlinops import (
-    EKFACLinearOperator,
-    GGNDiagonalLinearOperator,
-    GGNLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
 
 pytestmark = pytest.mark.extensive
 
-#: Functions that build a model and inputs, and whether rules cover all parameters.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list], bool | None]] = {}
+LOSS = nn.MSELoss(reduction="sum")
 
 
-class Model(Using):
-    """With bounded outputs, flattened to ``[N, *]``."""
-
-    def forward(self, x: Any) -> Tensor:
-        return torch.tanh(super().forward(x)).flatten(1)
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
 
 
-def model(inputs: Callable[[], list], covered: bool = True) -> Callable:
-    """Register a function that builds a model."""
-
-    def register(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        MODELS[build.__name__] = build, inputs, covered
-        return build
-
-    return register
+def linear(*sizes: int) -> Callable[[], nn.Module]:
+    return partial(nn.Linear, *sizes)
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -65,215 +63,122 @@ def tasks() -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(n, 4), "task": torch.arange(n) % 2} for n in (3, 2)]
 
 
-def _distances(x: Tensor) -> Tensor:
-    place = torch.arange(x.shape[1])
-    return place[:, None] - place
+def series() -> list[dict[str, Tensor]]:
+    """Two batches of unequal size."""
+    return [{"x": torch.randn(n, 6, 1), "mask": torch.ones(n, 1)} for n in (3, 5)]
 
 
-def _attend(s: Model, x: Tensor, bias: Callable[[Tensor], Tensor]) -> Tensor:
-    q, k, v = s.qkv(x).unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4)
-    return (q @ k.mT + bias(_distances(x))).softmax(-1) @ v
+#: A function of parts and of an input, the parts, inputs, and whether rules cover all parameters.
+MODELS: dict[str, tuple[Callable, dict[str, Any], Callable[[], list], bool]] = {}
 
 
-@model(sequences)
-def bias_from_a_table() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return _attend(s, x, lambda d: s.table[d.flatten() + 5].view(*d.shape, 2).permute(2, 0, 1))
+def model(inputs: Callable[[], list], covered: bool = True, **parts: Any) -> Callable:
+    """Register a function of parts, each of which is built, or a weight of some shape."""
 
-    return Model(function, qkv=nn.Linear(4, 12), table=weight(11, 2))
+    def register(function: Callable) -> Callable:
+        MODELS[function.__name__] = function, parts, inputs, covered
+        return function
 
-
-@model(tasks)
-def weights_of_tasks() -> nn.Module:
-    def function(s: Model, X: dict[str, Tensor]) -> Tensor:
-        return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
-
-    return Model(function, weight=weight(2, 4, 3), bias=weight(2, 3))
+    return register
 
 
-@model(images)
-def parametrizations() -> nn.Module:
-    convolution = spectral_norm(nn.Conv2d(2, 3, 3))
-    return nn.Sequential(
-        convolution, nn.Tanh(), nn.Flatten(), nn.Linear(27, 4), orthogonal(nn.Linear(4, 3))
-    )
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str):
+    function, parts, inputs, covered = MODELS[name]
+    built = {n: weight(*part) if isinstance(part, tuple) else part() for n, part in parts.items()}
+    check(Using(function, **built), inputs(), covered)
 
 
-@model(sequences)
-def low_rank_update_with_magnitudes() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        full = s.weight + s.left @ s.right
-        return F.linear(x, s.size * full / full.norm(dim=1, keepdim=True))
-
-    return Model(
-        function, weight=weight(3, 4), left=weight(3, 2), right=weight(2, 4), size=weight(3, 1)
-    )
+@model(tasks, weight=(2, 4, 3), bias=(2, 3))
+def weights_of_tasks(s: Using, X: dict[str, Tensor]) -> Tensor:
+    return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
 
 
-@model(sequences)
-def written_in_place() -> nn.Module:
+@model(
+    images,
+    first=lambda: spectral_norm(nn.Conv2d(2, 3, 3)),
+    second=linear(27, 4),
+    third=lambda: orthogonal(nn.Linear(4, 3)),
+)
+def parametrizations(s: Using, x: Tensor) -> Tensor:
+    return s.third(s.second(torch.tanh(s.first(x)).flatten(1)))
+
+
+@model(sequences, weight=(3, 4), left=(3, 2), right=(2, 4), size=(3, 1))
+def low_rank_update_with_magnitudes(s: Using, x: Tensor) -> Tensor:
+    full = s.weight + s.left @ s.right
+    return F.linear(x, s.size * full / full.norm(dim=1, keepdim=True))
+
+
+@model(sequences, a=linear(4, 3), shift=(3,), scale=(3,), b=linear(3, 3))
+def written_in_place(s: Using, x: Tensor) -> Tensor:
     """PyTorch's linear layer returns a view here, whose node leaves the graph."""
-
-    def function(s: Model, x: Tensor) -> Tensor:
-        y = s.a(x)
-        y += s.shift
-        y.mul_(s.scale)
-        z = F.relu(s.b(y), inplace=True)
-        tokens = z.new_zeros(len(z), z.shape[1] + 1, 3)
-        tokens[:, 0] = 1.0
-        tokens[:, 1:] = z
-        return tokens
-
-    return Model(
-        function,
-        a=nn.Linear(4, 3),
-        shift=weight(3),
-        scale=weight(3),
-        b=nn.Linear(3, 3),
-    )
+    y = s.a(x)
+    y += s.shift
+    y.mul_(s.scale)
+    z = F.relu(s.b(y), inplace=True)
+    tokens = z.new_zeros(len(z), z.shape[1] + 1, 3)
+    tokens[:, 0] = 1.0
+    tokens[:, 1:] = z
+    return tokens
 
 
-@model(vectors)
-def prototypes() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return s.head(torch.exp(-torch.cdist(x, s.centers).square() * s.width.exp()))
-
-    return Model(function, centers=weight(5, 4), width=weight(5), head=nn.Linear(5, 2))
-
-
-@model(lambda: [torch.randint(3, (n, 4)) for n in (3, 2)])
-def random_field() -> nn.Module:
-    def function(s: Model, tags: Tensor) -> Tensor:
-        scores = s.emissions(tags)
-        total = scores[:, 0] + s.start
-        for step in range(1, tags.shape[1]):
-            total = torch.logsumexp(total[:, :, None] + s.moves, 1) + scores[:, step]
-        path = s.start[tags[:, 0]] + s.moves[tags[:, :-1], tags[:, 1:]].sum(1)
-        path = path + scores.gather(2, tags.unsqueeze(2)).sum((1, 2))
-        return (total.logsumexp(1) - path).unsqueeze(1)
-
-    return Model(function, emissions=nn.Embedding(3, 3), moves=weight(3, 3), start=weight(3))
-
-
-@model(sequences)
-def position_bias() -> nn.Module:
+@model(
+    sequences,
+    embed=linear(4, 3),
+    bias=lambda: nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1, bias=False)),
+    head=linear(3, 2),
+)
+def position_bias(s: Using, x: Tensor) -> Tensor:
     """A network of constants, indexed by distances."""
-
-    def function(s: Model, x: Tensor) -> Tensor:
-        h = s.embed(x)
-        places = torch.arange(x.shape[1])
-        distances = torch.linspace(-1.0, 1.0, 2 * x.shape[1] - 1).to(x)
-        bias = s.bias(torch.stack([distances, distances.abs()], 1)).view(-1)
-        scores = h @ h.mT + bias[places[:, None] - places + x.shape[1] - 1]
-        return s.head(scores.softmax(-1) @ h)
-
-    bias = nn.Sequential(nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 1, bias=False))
-    return Model(function, embed=nn.Linear(4, 3), bias=bias, head=nn.Linear(3, 2))
+    h = s.embed(x)
+    places = torch.arange(x.shape[1])
+    distances = torch.linspace(-1.0, 1.0, 2 * x.shape[1] - 1).to(x)
+    bias = s.bias(torch.stack([distances, distances.abs()], 1)).view(-1)
+    scores = h @ h.mT + bias[places[:, None] - places + x.shape[1] - 1]
+    return s.head(scores.softmax(-1) @ h)
 
 
-@model(sequences)
-def weighted_averages() -> nn.Module:
+@model(sequences, keys=linear(4, 3), values=linear(4, 3), first=(3,))
+def weighted_averages(s: Using, x: Tensor) -> Tensor:
     """The first average does not depend on its weight: the gradient is rounding."""
-
-    def function(s: Model, x: Tensor) -> Tensor:
-        keys, values = s.keys(x), s.values(x)
-        above = below = torch.zeros_like(keys[:, 0])
-        out = []
-        for key, value in zip(keys.unbind(1), values.unbind(1), strict=True):
-            now = (s.first + key).exp()
-            out.append((above + now * value) / (below + now))
-            above, below = above + key.exp() * value, below + key.exp()
-        return torch.stack(out, 1)
-
-    return Model(function, keys=nn.Linear(4, 3), values=nn.Linear(4, 3), first=weight(3))
+    keys, values = s.keys(x), s.values(x)
+    above = below = torch.zeros_like(keys[:, 0])
+    out = []
+    for key, value in zip(keys.unbind(1), values.unbind(1), strict=True):
+        now = (s.first + key).exp()
+        out.append((above + now * value) / (below + now))
+        above, below = above + key.exp() * value, below + key.exp()
+    return torch.stack(out, 1)
 
 
-@model(sequences)
-def bare_parameters() -> nn.Module:
+@model(
+    sequences, scale=(4,), shift=(1, 5, 4), fused=(6, 4), left=(3, 2), token=(1, 1, 4), low=(4, 1)
+)
+def bare_parameters(s: Using, x: Tensor) -> Tensor:
     """Used in parts, transposed, and through functions."""
-
-    def function(s: Model, x: Tensor) -> Tensor:
-        x = x * s.scale + s.shift[:, : x.shape[1]]
-        x = torch.cat([s.token.expand(len(x), -1, -1), x], 1) - torch.exp(s.low).T / 3
-        first, second = s.fused.chunk(2)
-        h = torch.einsum("ntd,ed->nte", x, first) + x @ second.mT
-        h = h @ (s.left @ s.left.T)
-        return torch.addmm(h.new_zeros(2), h.reshape(-1, 3), s.left).reshape(len(x), -1)
-
-    return Model(
-        function,
-        scale=weight(4),
-        shift=weight(1, 5, 4),
-        fused=weight(6, 4),
-        left=weight(3, 2),
-        token=weight(1, 1, 4),
-        low=weight(4, 1),
-    )
-
-
-@model(vectors)
-def steps_of_learned_length() -> nn.Module:
-    """Euler's method for a differential equation."""
-
-    def function(s: Model, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x + s.step * torch.tanh(s.rate(x))
-        return x
-
-    return Model(function, rate=nn.Linear(4, 4), step=torch.tensor(0.3))
-
-
-# --- complex numbers
-
-
-def spectrum(x: Tensor) -> Tensor:
-    return torch.fft.fft(x)
-
-
-#: Functions of a batch of vectors and of two vectors; whether rules cover them is said of one.
-COMPLEX: dict[str, Callable[[Model, Tensor], Tensor]] = {
-    "product": lambda s, x: torch.fft.ifft(spectrum(x) * s.a).real,
-    "sum": lambda s, x: (spectrum(x) + s.a).abs(),
-    "quotient": lambda s, x: (spectrum(x) / s.a).real.tanh(),
-    "power": lambda s, x: ((spectrum(x) + 9) ** s.a).abs(),
-    "rotation": lambda s, x: (torch.exp(1j * s.b) * spectrum(x) * s.a).real,
-    "complex": lambda s, x: (torch.complex(s.a, s.b) * spectrum(x)).imag,
-    "in place": lambda s, x: spectrum(x).mul_(s.a).abs(),
-    "addcmul": lambda s, x: torch.addcmul(spectrum(x), spectrum(x), s.a.to(x) + 0j).abs(),
-    "broadcast": lambda s, x: (spectrum(x).unsqueeze(1) * s.a[:, None]).sum(1).abs(),
-}
-
-
-def with_head(function: Callable[[Model, Tensor], Tensor]) -> nn.Module:
-    """Return a function of two vectors, and a linear layer."""
-    parts = {"a": torch.rand(4) + 0.5, "b": weight(4), "head": nn.Linear(4, 2)}
-    return Model(lambda s, x: s.head(function(s, x)), **parts)
-
-
-MODELS |= {
-    f"complex {name}": (
-        lambda function=function: with_head(function),
-        vectors,
-        True if name == "product" else None,
-    )
-    for name, function in COMPLEX.items()
-}
+    x = x * s.scale + s.shift[:, : x.shape[1]]
+    x = torch.cat([s.token.expand(len(x), -1, -1), x], 1) - torch.exp(s.low).T / 3
+    first, second = s.fused.chunk(2)
+    h = torch.einsum("ntd,ed->nte", x, first) + x @ second.mT
+    h = h @ (s.left @ s.left.T)
+    return torch.addmm(h.new_zeros(2), h.reshape(-1, 3), s.left).reshape(len(x), -1)
 
 
 # --- models of which some gradients take one pass for each sample
 
 
-def _triangle(s: Model, A: Tensor) -> Tensor:
+def _triangle(s: Using, A: Tensor) -> Tensor:
     A[*torch.tril_indices(3, 3)] = s.p
     return A
 
 
-def _symmetric(s: Model, A: Tensor) -> Tensor:
+def _symmetric(s: Using, A: Tensor) -> Tensor:
     A[*torch.tril_indices(3, 3).flip(0)] = s.p
     return _triangle(s, A)
 
 
-def _by_rows(s: Model, A: Tensor) -> Tensor:
+def _by_rows(s: Using, A: Tensor) -> Tensor:
     A[0] = s.w[0]
     A[1] = 2 * s.w[1]
     A[2, 2] = 1.0
@@ -281,95 +186,44 @@ def _by_rows(s: Model, A: Tensor) -> Tensor:
     return A
 
 
-def _overwritten(s: Model, x: Tensor) -> Tensor:
+def _overwritten(s: Using, x: Tensor) -> Tensor:
     z = s.first(x).tanh().detach().clone()
     z[:, 0] = s.p[0]
     return z @ s.w
 
 
-def _written(write: Callable[[Model, Tensor], Tensor]) -> Callable[[Model, Tensor], Tensor]:
+def _written(write: Callable[[Using, Tensor], Tensor]) -> Callable[[Using, Tensor], Tensor]:
     """Multiply with a matrix whose entries are written one after the other."""
     return lambda s, x: s.first(x).tanh() @ write(s, x.new_zeros(3, 3)) + s.w.sum() + s.p.sum()
 
 
 #: Models that write parameters into tensors.
-WRITTEN: dict[str, Callable[[Model, Tensor], Tensor]] = {
+WRITTEN: dict[str, Callable[[Using, Tensor], Tensor]] = {
     "triangle": _written(_triangle),
     "product": _written(lambda s, A: (L := _triangle(s, A)) @ L.T),
     "symmetric": _written(_symmetric),
     "rows": _written(_by_rows),
     "rows of samples": _overwritten,
 }
-MODELS |= {
-    f"written, {name}": (
-        lambda function=function: Model(
-            function, p=torch.randn(6), w=torch.randn(3, 3), first=nn.Linear(4, 3)
-        ),
-        vectors,
-        False,
-    )
-    for name, function in WRITTEN.items()
-}
+_PARTS = {"p": (6,), "w": (3, 3), "first": linear(4, 3)}
+MODELS |= {f"written, {name}": (f, _PARTS, vectors, False) for name, f in WRITTEN.items()}
 
 
-@model(vectors, covered=False)
-def transformed() -> nn.Module:
-    def function(s: Model, x: Tensor) -> Tensor:
-        return torch.func.vmap(s.a)(x) @ s.w[:2]
-
-    return Model(function, a=nn.Linear(4, 2), w=weight(4, 2))
+@model(vectors, covered=False, a=linear(4, 2), w=(2, 2))
+def transformed(s: Using, x: Tensor) -> Tensor:
+    return torch.func.vmap(s.a)(x) @ s.w
 
 
-@torch.enable_grad()
-def _inner_steps(s: Model, x: Tensor) -> Tensor:
-    out = []
-    for one in x:
-        energy = (s.a(one) @ s.w[:2]).square().sum()
-        step = torch.autograd.grad(energy, (s.a.weight, s.w), create_graph=True)
-        out.append(F.linear(one, s.a.weight - step[0], s.a.bias) @ (s.w - step[1])[2:])
-    return torch.stack(out)
-
-
-@model(vectors, covered=False)
-def inner_steps() -> nn.Module:
-    return Model(_inner_steps, a=nn.Linear(4, 2), w=weight(4, 2))
-
-
-def _state_space(s: Model, x: Tensor) -> Tensor:
+@model(series, False, read=linear(1, 4), head=linear(4, 3), decay=(2, 4, 3), scale=(2, 4, 3))
+def state_space(s: Using, X: dict[str, Tensor]) -> Tensor:
     """Long convolutions by Fourier transforms of what parameters decay like."""
-    x, T = s.read(x).mT, x.shape[1]
+    x, T = s.read(X["x"]).mT, X["x"].shape[1]
     for decay, scale in zip(s.decay, s.scale, strict=True):
         times = torch.arange(T, dtype=x.dtype)
         kernel = (scale[..., None] * torch.exp(-F.softplus(decay)[..., None] * times)).sum(1)
         spectrum = torch.fft.rfft(x, 2 * T) * torch.fft.rfft(kernel, 2 * T)
         x = x + torch.fft.irfft(spectrum, 2 * T)[..., :T].tanh()
-    return s.head(x.mean(-1))
-
-
-@model(lambda: [torch.randn(n, 6, 1) for n in (3, 5)], covered=False)
-def state_space() -> nn.Module:
-    parts = {"decay": weight(2, 4, 3), "scale": weight(2, 4, 3)}
-    return Model(_state_space, read=nn.Linear(1, 4), head=nn.Linear(4, 3), **parts)
-
-
-@model(lambda: [{"x": torch.randn(n, 6, 1), "mask": torch.ones(n, 1)} for n in (3, 5)], False)
-def state_space_of_dictionaries() -> nn.Module:
-    inner = state_space()
-    return Model(lambda s, X: s.inner(X["x"]) * X["mask"], inner=inner)
-
-
-@torch.enable_grad()
-def _forces(s: Model, x: Tensor) -> Tensor:
-    """An energy and its derivatives."""
-    x = x.detach().requires_grad_()
-    energy = s.energy(x)
-    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return torch.cat([energy, -slope], 1)
-
-
-@model(vectors, covered=False)
-def forces() -> nn.Module:
-    return Model(_forces, energy=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)))
+    return s.head(x.mean(-1)) * X["mask"]
 
 
 class Fourth(torch.autograd.Function):
@@ -386,65 +240,64 @@ class Fourth(torch.autograd.Function):
         return g * weight.pow(4), 4 * weight.pow(3) * (g * x).sum(0)
 
 
-@model(vectors, covered=False)
-def custom_function() -> nn.Module:
-    return Model(lambda s, x: Fourth.apply(x, s.w), w=weight(4))
+@model(vectors, covered=False, w=(4,))
+def custom_function(s: Using, x: Tensor) -> Tensor:
+    return Fourth.apply(x, s.w)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str):
-    torch.manual_seed(0)
-    build, inputs, covered = MODELS[name]
-    check(build(), inputs(), covered)
+# --- complex numbers, sparse and jagged inputs
 
 
-@pytest.mark.parametrize("name", COMPLEX)
-def test_factors_of_complex_functions(name: str):
-    torch.manual_seed(0)
-    net, x = with_head(COMPLEX[name]).double(), torch.randn(6, 4).double()
-    data = [(x, torch.randn(6, 2).double())]
-    rows = loop(net, list(net.parameters()), data, nn.MSELoss(reduction="sum"))
-    check_factors(net, data, rows)
+def spectrum(x: Tensor) -> Tensor:
+    return torch.fft.fft(x)
 
 
-# --- sparse and jagged inputs
-
-SPARSE: dict[str, tuple[Callable[[], nn.Module], bool | None]] = {
-    "a layer": (
-        lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
-        True,
-    ),
-    "product of weights": (
-        lambda: with_head(
-            lambda s, x: torch.tanh(F.linear(x, s.head.weight.T @ s.head.weight, s.a))
-        ),
-        None,
-    ),
-    "sparse product": (
-        lambda: with_head(lambda s, x: torch.tanh(torch.sparse.mm(x, torch.outer(s.a, s.b)))),
-        None,
-    ),
+#: Functions of a batch of vectors, of two vectors, and of the layer that follows.
+COMPLEX: dict[str, Callable[[Using, Tensor], Tensor]] = {
+    "product": lambda s, x: torch.fft.ifft(spectrum(x) * s.a).real,
+    "sum": lambda s, x: (spectrum(x) + s.a).abs(),
+    "quotient": lambda s, x: (spectrum(x) / s.a).real.tanh(),
+    "power": lambda s, x: ((spectrum(x) + 9) ** s.a).abs(),
+    "rotation": lambda s, x: (torch.exp(1j * s.b) * spectrum(x) * s.a).real,
+    "complex": lambda s, x: (torch.complex(s.a, s.b) * spectrum(x)).imag,
+    "in place": lambda s, x: spectrum(x).mul_(s.a).abs(),
+    "addcmul": lambda s, x: torch.addcmul(spectrum(x), spectrum(x), s.a.to(x) + 0j).abs(),
+    "broadcast": lambda s, x: (spectrum(x).unsqueeze(1) * s.a[:, None]).sum(1).abs(),
 }
+SPARSE: dict[str, Callable[[Using, Tensor], Tensor]] = {
+    "a layer": lambda s, x: x,
+    "product of weights": lambda s, x: F.linear(x, s.head.weight.T @ s.head.weight, s.a).tanh(),
+    "sparse product": lambda s, x: torch.tanh(torch.sparse.mm(x, torch.outer(s.a, s.b))),
+}
+#: Names of which rules cover all; of others this is not said.
+COVERED = {"product", "a layer"}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("name", SPARSE)
-def test_sparse_inputs(name: str, layout: torch.layout):
-    torch.manual_seed(0)
-    build, covered = SPARSE[name]
-    net, x, y = build().double(), torch.randn(6, 4).double(), torch.randn(6, 2).double()
-    x = x * (x > 0.2)
-    rows = loop(net, list(net.parameters()), [(x, y)], nn.MSELoss(reduction="sum"))
-    data = [(x.to_sparse(layout=layout), y)]
-    compare(net, data, rows, covered)
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        *product(COMPLEX, [torch.strided]),
+        *product(SPARSE, [torch.sparse_coo, torch.sparse_csr]),
+    ],
+)
+def test_complex_and_sparse_numbers(name: str, layout: torch.layout):
+    function = (COMPLEX | SPARSE)[name]
+    parts = {"a": torch.rand(4) + 0.5, "b": weight(4), "head": nn.Linear(4, 2)}
+    net = Using(lambda s, x: bounded(s.head(function(s, x))), **parts).double()
+    data = [(x.double(), torch.randn(len(x), 2).double()) for x in vectors()]
+    if layout is not torch.strided:
+        data = [(x * (x > 0.2), y) for x, y in data]
+    rows = loop(net, list(net.parameters()), data, LOSS)
+    if layout is not torch.strided:
+        data = [(x.to_sparse(layout=layout), y) for x, y in data]
+    compare(net, data, rows, True if name in COVERED else None)
     check_factors(net, data, rows)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
 def test_sparse_adjacency(layout: torch.layout):
-    torch.manual_seed(0)
     net = Using(
         lambda s, X: s.head(torch.tanh(X[1] @ s.inner(X[0]))),
         inner=nn.Linear(4, 3),
@@ -452,7 +305,7 @@ def test_sparse_adjacency(layout: torch.layout):
     ).double()
     features, y = (torch.randn(6, k).double() for k in (4, 2))
     adjacency = ((torch.rand(6, 6) < 0.4).double() + torch.eye(6)) / 3
-    rows = rows_in_batches(net, [((features, adjacency), y)], nn.MSELoss(reduction="sum"))
+    rows = rows_in_batches(net, [((features, adjacency), y)], LOSS)
     if layout is not torch.strided:
         adjacency = adjacency.to_sparse(layout=layout)
     data = [((features, adjacency), y)]
@@ -481,33 +334,18 @@ def summed(jagged: bool) -> nn.Module:
 def test_jagged_tensors(case: str):
     torch.manual_seed(1)
     X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
-    found, expected = (
-        matrix(
-            CASES[case].build(Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True))
-        )
-        for net in (summed(jagged=True), summed(jagged=False))
-    )
+    nets = summed(jagged=True), summed(jagged=False)
+    p, plain = (Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True) for net in nets)
+    found, expected = matrix(CASES[case].build(p)), CASES[case].dense(plain)
     torch.testing.assert_close(found, expected)
 
 
 # --- samples
 
 
-def test_some_samples_without_rules():
-    torch.manual_seed(0)
-    net = state_space().double()
-    data = [(torch.randn(n, 6, 1).double(), torch.randn(n, 3).double()) for n in (3, 5)]
-    arguments = net, nn.MSELoss(), list(net.parameters()), data
-    rows = PerSampleGradientLinearOperator(*arguments).dense()
-    some = PerSampleGradientLinearOperator(*arguments, subsampling=[6, 1, 4])
-    torch.testing.assert_close(some.dense(), rows[[6, 1, 4]])
-
-
 def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):
-    net = Model(_inner_steps, a=nn.Linear(4, 2), w=weight(4, 2))
-    data = [(x, torch.zeros(len(x), 2)) for x in vectors()]
-    arguments = net, nn.MSELoss(), list(net.parameters()), data
-    gradients = PerSampleGradientLinearOperator(*arguments)
+    p = problems.make("inner-steps")
+    gradients = CASES["gradients"].build(p)
     gradients.norms(), gradients.norms()
     reason = "the model cannot be recorded: it computes gradients itself"
     known = dict.fromkeys(gradients.domain.names, reason)
@@ -517,42 +355,32 @@ def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):
     gradients.gradient_and_loss()
     assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match=reason):
-        KFACLinearOperator(*arguments).trace()
-
-
-class Inverse(nn.Module):
-    """Solves equations, which has no rule; what samples share is as long as some batches."""
-
-    sizes: ClassVar[list[int]] = []  # of all calls
-
-    def __init__(self):
-        super().__init__()
-        self.weight = weight(3, 3)
-
-    def forward(self, X: dict[str, Tensor]) -> Tensor:
-        x = X["x"]
-        Inverse.sizes.append(len(x))
-        shared = X["shared"].sum() / 4
-        return torch.linalg.solve(self.weight + 3 * torch.eye(3), x.T).T * shared
+        KFACLinearOperator(p.model, p.loss, p.params, p.data).trace()
 
 
 def test_batches_that_cannot_be_cut(caplog: pytest.LogCaptureFixture):
     """Samples of other batches are still evaluated alone."""
-    torch.manual_seed(0)
-    net = Inverse().double()
-    data = []
+    sizes: list[int] = []
+
+    def solve(s: Using, X: dict[str, Tensor]) -> Tensor:
+        """Solve equations, which has no rule; what samples share is as long as some batches."""
+        sizes.append(len(X["x"]))
+        shared = X["shared"].sum() / 4
+        return torch.linalg.solve(s.weight + 3 * torch.eye(3), X["x"].T).T * shared
+
+    net, data = Using(solve, weight=weight(3, 3)).double(), []
     for n in (3, 4, 3):
         X = {"x": torch.randn(n, 3).double(), "shared": torch.arange(4.0).double()}
         data.append((X, torch.randn(n, 3).double()))
-    params, loss = list(net.parameters()), nn.MSELoss(reduction="sum")
-    rows = rows_in_batches(net, data, loss)
+    rows = rows_in_batches(net, data, LOSS)
     options = {"batch_size_fn": lambda X: len(X["x"]), "check_deterministic": False}
-    operator = PerSampleGradientLinearOperator(net, loss, params, data, **options)
+    arguments = net, LOSS, list(net.parameters()), data
+    operator = PerSampleGradientLinearOperator(*arguments, **options)
     for _ in range(2):
-        Inverse.sizes.clear()
+        sizes.clear()
         torch.testing.assert_close(operator.dense(), rows)
         torch.testing.assert_close(operator.norms(), rows.norm(dim=1))
-    assert Inverse.sizes.count(1) >= 2
+    assert sizes.count(1) >= 2
     [warning] = [r.message for r in caplog.records if "quadratic" in r.message]
     assert "The samples of batch 1 cannot be evaluated alone (" in warning
 
@@ -560,17 +388,11 @@ def test_batches_that_cannot_be_cut(caplog: pytest.LogCaptureFixture):
 # --- scalars that all samples share
 
 
-class Scaled(nn.Module):
+def scaled(entries: int) -> nn.Module:
     """One number scales all samples; its gradient may look like a multiple of any one's."""
-
-    def __init__(self, entries: int):
-        super().__init__()
-        self.a, self.h = nn.Linear(5, 4), nn.Linear(4, 3)
-        self.t = nn.Parameter(torch.full((entries,), 0.7))
-        self.register_buffer("scale", torch.full((entries,), 1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.h(torch.tanh(self.a(x)) * (self.scale * self.t))
+    parts = {"a": nn.Linear(5, 4), "h": nn.Linear(4, 3), "t": torch.full((entries,), 0.7)}
+    scale = nn.Buffer(torch.full((entries,), 1.5))
+    return Using(lambda s, x: s.h(torch.tanh(s.a(x)) * (s.scale * s.t)), scale=scale, **parts)
 
 
 DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -586,28 +408,8 @@ def test_mixtures_of_samples_are_not_taken_for_one(
     loss = nn.CrossEntropyLoss()
     for seed in range(8):
         torch.manual_seed(seed)
-        net = Scaled(entries).to(dtype)
+        net = scaled(entries).to(dtype)
         data = [(torch.randn(n, 5, dtype=dtype), torch.randint(3, (n,))) for n in sizes]
         rows = loop(net, [net.t], data, loss)
         found = PerSampleGradientLinearOperator(net, loss, [net.t], data).dense()
         assert (found - rows).norm() <= DTYPES[dtype] * rows.norm(), seed
-
-
-def test_all_quantities_of_shared_parameters():
-    loss = nn.CrossEntropyLoss()
-    for seed in (3, 17):
-        torch.manual_seed(seed)
-        net = Scaled(1).double()
-        data = [(torch.randn(n, 5).double(), torch.randint(3, (n,))) for n in (5, 2)]
-        arguments = (net, loss, [net.t], data)
-        ggn = (GGNLinearOperator(*arguments) @ torch.ones(1).double())[0]
-        exact = {"fisher_type": "type-2", "fallback": "dense"}
-        for found in (
-            GGNDiagonalLinearOperator(*arguments).trace(),
-            KFACLinearOperator(*arguments, **exact).trace(),
-            EKFACLinearOperator(*arguments, **exact).trace(),
-        ):
-            torch.testing.assert_close(found, ggn, rtol=1e-8, atol=0.0)
-        J = JacobianLinearOperator(net, [net.t], data)
-        dense = J @ torch.eye(1).double()
-        torch.testing.assert_close(J.gram(), dense @ dense.T, rtol=1e-8, atol=1e-12)

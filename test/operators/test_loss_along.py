@@ -18,13 +18,12 @@ from curvlinops import (
     KFACLinearOperator,
     LossAlong,
     PerSampleGradientLinearOperator,
-    eigsh,
     loss_along,
     plot_loss,
 )
 
 PROBLEMS = ["mlp-ce-mean", "mlp-mse-sum", "classes-ce-all-mean", "transformer-tied", "pinn"]
-PROBLEMS += ["functional", "other-values", "dict-batch"]
+PROBLEMS += ["functional", "other-values", "dict-batch", "bfloat16-mlp"]
 STEPS = [-0.3, 0.0, 0.7]
 
 
@@ -54,13 +53,15 @@ def moved_loss(p: problems.Problem, change: Tensor) -> float:
 def test_along_one_direction(name: str):
     p = problems.make(name)
     (v,) = directions(p, 1).T
+    is_low = "low-precision" in p.tags
     found = loss_along(CASES["hessian"].build(p), v, STEPS)
     truth = [moved_loss(p, step * v) for step in STEPS]
     assert found.losses.dtype == torch.float64 and found.steps.tolist() == STEPS
-    np.testing.assert_allclose(found.losses, truth, rtol=1e-6 if name == "pinn" else 1e-10)
+    rtol = 1e-2 if is_low else 1e-6 if name == "pinn" else 1e-10
+    np.testing.assert_allclose(found.losses, truth, rtol=rtol)
     g, H = reference.gradient(p), reference.hessian(p)
     quadratic = [truth[1] + t * float(v @ g) + t**2 / 2 * float(v @ H @ v) for t in STEPS]
-    np.testing.assert_allclose(found.quadratic, quadratic, rtol=1e-7)
+    np.testing.assert_allclose(found.quadratic, quadratic, rtol=1e-2 if is_low else 1e-7)
 
 
 def test_along_two_directions():
@@ -73,16 +74,6 @@ def test_along_two_directions():
             d = s * V[:, 0] + t * V[:, 1]
             assert abs(found.losses[i, j] - moved_loss(p, d)) <= 1e-12
             assert abs(found.quadratic[i, j] - (loss + g @ d + d @ G @ d / 2)) <= 1e-10
-
-
-def test_curvature_is_the_eigenvalue():
-    p = problems.make("mlp-ce-mean")
-    H = CASES["hessian"].build(p)
-    values, vectors = eigsh(H, 1, "LA", seed=0)
-    left, middle, right = loss_along(H, vectors, [-0.1, 0, 0.1]).quadratic
-    assert abs((left - 2 * middle + right) / 0.01 - values[0]) <= 1e-9
-    _, losses, _ = loss_along(H, vectors, [-1e-3, 0, 1e-3])  # differences of the losses, too
-    assert abs((losses[0] - 2 * losses[1] + losses[2]) / 1e-6 - values[0]) <= 1e-4
 
 
 def test_kinds_of_directions():
@@ -152,19 +143,6 @@ def test_losses_that_depend_on_parameters_and_inputs():
         assert abs(loss(model(x), x) - value) <= 1e-12
 
 
-def test_half_precision_parameters():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).bfloat16()
-    data = [(torch.randn(8, 3).bfloat16(), torch.randint(2, (8,)))]
-    H = HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
-    found = loss_along(H, torch.ones(8), [0.0, 1.0]).losses
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 1
-        loss = nn.functional.cross_entropy(model(data[0][0]).float(), data[0][1])
-    assert abs(found[1] - loss) <= 1e-2 * loss
-
-
 def test_values_that_are_not_finite_are_returned():
     model = nn.Linear(1, 1).double()
     data = [(torch.ones(2, 1, dtype=torch.float64), torch.ones(2, 1, dtype=torch.float64))]
@@ -172,16 +150,14 @@ def test_values_that_are_not_finite_are_returned():
     assert loss_along(H, [torch.ones(1, 1), torch.ones(1)], [1e200, 0.0]).losses[0] == np.inf
 
 
-def _closure() -> HessianLinearOperator:
-    w = torch.randn(3, 2, requires_grad=True)
-    data = [(torch.randn(5, 3), torch.randn(5, 2))]
-    return HessianLinearOperator(lambda X: X @ w, nn.MSELoss(), [w], data)
-
-
 def test_errors():
     model, loss = nn.Linear(3, 2), nn.MSELoss()
     params, data = list(model.parameters()), [(torch.randn(5, 3), torch.randn(5, 2))]
     G, v = GGNLinearOperator(model, loss, params, data), torch.ones(8)
+    J = JacobianLinearOperator(model, params, data)
+    rows = PerSampleGradientLinearOperator(model, loss, params, data)
+    w = torch.randn(3, 2, requires_grad=True)
+    closure = HessianLinearOperator(lambda X: X @ w, loss, [w], data)
     for A, d, steps, kind, message in [
         (G, torch.ones(8, 3), [0], ValueError, "one or two vectors, got 3"),
         (G, torch.ones(7), [0], ValueError, r"expected \[8\]"),
@@ -190,15 +166,9 @@ def test_errors():
         (G, v, [0, float("nan")], ValueError, "with NaN"),
         (torch.eye(8), v, [0], TypeError, "with model, loss and data.*got Tensor"),
         (2 * G, v, [0], TypeError, "got ScaledLinearOperator"),
-        (JacobianLinearOperator(model, params, data), v, [0], ValueError, "square operator with"),
-        (
-            PerSampleGradientLinearOperator(model, loss, params, data),
-            v,
-            [0],
-            ValueError,
-            "square operator with a loss",
-        ),
-        (_closure(), torch.ones(6), [0], ValueError, "uses the very tensors in params.*dictionary"),
+        (J, v, [0], ValueError, "square operator with a loss"),
+        (rows, v, [0], ValueError, "square operator with a loss"),
+        (closure, torch.ones(6), [0], ValueError, "uses the very tensors in params.*dictionary"),
     ]:
         with pytest.raises(kind, match=message):
             loss_along(A, d, steps)
