@@ -14,6 +14,7 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
+from kfac_models import problem
 from models import Using
 from problems import Problem
 from torch import Tensor, nn
@@ -62,12 +63,6 @@ def build(
 
 def types(p: Problem) -> list[str]:
     return ["type-2", "empirical"] if p.mc else ["empirical"]
-
-
-def problem(model: Any, X: list[Any], loss: nn.Module, target: Any = torch.randn_like) -> Problem:
-    """A problem in all parameters."""
-    data = [(x, target(model(x).detach())) for x in X]
-    return Problem(model, loss, list(model.parameters()), data, mc=True)
 
 
 # --- against the reference ------------------------------------------------------------------------
