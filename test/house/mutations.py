@@ -63,8 +63,8 @@ TESTS = {
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
         operators/per_sample contract/memory operators/loss_along""",
     "operators/kfac": """
-        kfac/module_factors kfac/kfac_directory kfac/ekfac kfac/kfac_inverse
-        kfac/kfac_storage kfac/kfac kfac/kfac_architectures""",
+        kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
+        kfac/kfac kfac/kfac_architectures""",
     "integrations": "integrations/huggingface",
 }
 

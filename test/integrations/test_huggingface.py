@@ -652,33 +652,16 @@ def test_errors_of_operators_name_the_function():
 
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 @pytest.mark.parametrize(
-    "name, module",
-    [
-        ("GPT2LMHeadModel", "transformer.h.1.mlp.c_fc"),
-        ("BertForTokenClassification", "bert.encoder.layer.1.intermediate.dense"),
-        ("BartForConditionalGeneration", "model.decoder.layers.0.fc1"),
-    ],
+    "name", ["GPT2LMHeadModel", "BertForTokenClassification", "BartForConditionalGeneration"]
 )
-def test_padding_does_not_count_in_factors(name: str, module: str, approx: str):
-    """KFAC's averages are over tokens, so that they do not depend on the split into batches."""
-    model = make(name)
-    data, alone = batches(name), []
+def test_padding_does_not_count_in_factors(name: str, approx: str):
+    """KFAC's averages are over tokens, as if each sample were alone and had no padding."""
+    model, data, alone = make(name), batches(name), []
     for batch in data:
         for n, length in enumerate(batch["attention_mask"].sum(1).tolist()):
             sample = {key: x[n : n + 1, :length] for key, x in batch.items()}
             sample["labels"] = sample["labels"][:, sample["labels"][0] != -100]
             alone.append(sample)
-    inputs = []
-    hook = model.get_submodule(module).register_forward_hook(
-        lambda _, args, output: inputs.append(args[0][0].detach())
-    )
-    for sample in alone:
-        model(**sample)
-    hook.remove()
-    rows = torch.cat(inputs) if approx == "expand" else torch.stack([x.mean(0) for x in inputs])
     options = {"fisher_type": "empirical", "kfac_approx": approx, "fallback": "diagonal"}
-    K = KFACLinearOperator(*problem(model, data), **options)
-    A = K.input_covariances[f"model.{module}"]
-    torch.testing.assert_close(A[:8, :8], rows.T @ rows / len(rows))
-    expected = KFACLinearOperator(*problem(model, alone), **options)
-    torch.testing.assert_close(K.to_dense(), expected.to_dense())
+    found, expected = (KFACLinearOperator(*problem(model, x), **options) for x in (data, alone))
+    torch.testing.assert_close(found.to_dense(), expected.to_dense())

@@ -8,7 +8,7 @@ import numpy as np
 import problems
 import pytest
 import torch
-from contract import error, matrix
+from contract import ALL, error, matrix
 from kfac_models import problem
 from models import Using
 from structured_cases import QUANTITIES
@@ -298,17 +298,21 @@ def test_exact_damping_of_a_large_table(
         (operator + 0.1 * IdentityLinearOperator(operator.space)).logdet()
 
 
-@pytest.mark.parametrize(
-    "name, cls, joint",
-    [
-        *((n, KFACLinearOperator, False) for n in ("cnn", "transformer-tied", "cross-attention")),
-        ("cnn", EKFACLinearOperator, True),
-    ],
-)
-def test_structure(name: str, cls: type, joint: bool):
-    operator = build(name, joint, "empirical", cls=cls, fallback="dense")
+STRUCTURED = {
+    **{name: lambda name=name: build(name) for name in ("cnn", "transformer-tied")},
+    "cross-attention": lambda: build("cross-attention", fisher="empirical", fallback="dense"),
+    "corrected": lambda: build(joint=True, fisher="empirical", cls=EKFACLinearOperator),
+    "diagonal of the GGN": lambda: ALL["ggn-diagonal"].build(problems.make("mlp-mse-mean")),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structure(name: str):
+    """Operators on data have all methods of structured operators."""
+    operator = STRUCTURED[name]()
     dense = matrix(operator)
-    for label in ("trace", "norm", "diagonal", "dense", "eigenvalues", "damped", "power 3"):
+    labels = ["trace", "norm", "diagonal", "dense", "eigenvalues", "damped", "power 3"]
+    for label in [*labels, *(["damped inverse", "inverse"] if "GGN" in name else [])]:
         quantity, expected = QUANTITIES[label]
         assert error(quantity(operator), expected(dense)) <= 1e-9, label
     shifted = 2 * operator + 0.3 * IdentityLinearOperator(operator.space)

@@ -534,24 +534,6 @@ def test_diagonals_in_the_shapes_of_parameters():
     assert Diag([positive(2).bfloat16()]).torch_dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "change", ["itself", "damped", "scaled", "inverse", "square", "power zero"]
-)
-def test_the_diagonal_of_the_ggn_has_structure(change: str):
-    """For linear regression it is ``2 sum x^2``, and ``2 N`` for the bias."""
-    model, X = nn.Linear(3, 1).double(), randn(5, 3)
-    data = [(X[:2], randn(2, 1)), (X[2:], randn(3, 1))]
-    params, loss = list(model.parameters()), nn.MSELoss(reduction="sum")
-    diagonal = torch.cat([2 * X.square().sum(0), torch.tensor([10.0], dtype=DOUBLE)])
-    D = GGNDiagonalLinearOperator(model, loss, params, data)
-    operator, matrix = CHANGES[change](D, diagonal.diag())
-    for quantity, expected in QUANTITIES.values():
-        torch.testing.assert_close(quantity(operator), expected(matrix))
-    draws = operator.sample(seed=0, num_samples=20_000)
-    found = draws @ draws.T / 20_000
-    assert (found - matrix).norm() < 0.1 * matrix.norm()
-
-
 def test_functions_of_the_diagonal_of_the_ggn_do_not_follow_the_model():
     torch.manual_seed(0)
     model, X = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double(), randn(5, 3)
