@@ -563,75 +563,75 @@ def test_losses_with_further_terms_are_refused():
     problem(model, batches("MixtralForCausalLM"))
 
 
-def test_positions_without_labels_are_refused():
-    class Prompted(Foreign):
-        def forward(self, input_ids: Tensor) -> SimpleNamespace:
-            logits = super().forward(input_ids).logits
-            return SimpleNamespace(logits=torch.cat([logits[:, :1], logits], 1))
-
-    data = [{"input_ids": torch.ones(2, 4, dtype=torch.long)}]
-    match = r"logits of shape \[2, 5, 29\] for labels of shape \[2, 4\].*soft prompts"
-    with pytest.raises(ValueError, match=match):
-        problem(Prompted(), data, task="causal-lm")
-
-
-def test_wrong_tasks_are_refused():
-    model, data = make("GPT2LMHeadModel"), batches("GPT2LMHeadModel")
-    with pytest.raises(ValueError, match="that of task 'masked-lm' is.*Pass another task="):
-        problem(model, data, task="masked-lm")
-
-
 # --- errors
 
 
-ERRORS: list[tuple[str, Any, type[Exception], str]] = [
-    ("GPT2LMHeadModel", lambda b: (b, b["labels"]), TypeError, "Batch 0 of the loader is a tuple"),
-    ("BertForMaskedLM", without("labels"), ValueError, r"has no labels, only \['attention_mask'"),
+class Prompted(Foreign):
+    """Puts a position before the tokens."""
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        logits = super().forward(input_ids).logits
+        return SimpleNamespace(logits=torch.cat([logits[:, :1], logits], 1))
+
+
+def each(change: Callable[[dict], Any]) -> Callable[[list], list]:
+    return lambda data: [change(batch) for batch in data]
+
+
+#: Models, changes of their batches, options, and the error.
+ERRORS: list[tuple[Any, Callable[[list], Any], dict[str, str], type[Exception], str]] = [
+    ("GPT2LMHeadModel", each(lambda b: (b, b["labels"])), {}, TypeError, "Batch 0 .* is a tuple"),
+    (
+        "BertForMaskedLM", each(without("labels")), {}, ValueError,
+        r"has no labels, only \['attention_mask'",
+    ),
     (
         "GPT2LMHeadModel",
-        lambda b: {"input_ids": b["input_ids"], "attention_mask": torch.ones(len(b), 1, 5, 5)},
+        each(lambda b: without("labels")(b) | {"attention_mask": torch.ones(len(b), 1, 5, 5)}), {},
         ValueError,
         "attention_mask of shape .*does not say what is padding.*Add the entry 'labels'",
     ),
     (
-        "GPT2LMHeadModel",
-        lambda b: b | {"labels": b["labels"].tolist()},
-        TypeError,
+        "GPT2LMHeadModel", each(lambda b: b | {"labels": b["labels"].tolist()}), {}, TypeError,
         "labels of batch 0 are a list.*return_tensors='pt'",
     ),
-    ("GPT2DoubleHeadsModel", None, ValueError, r"GPT2DoubleHeadsModel.*Pass task=.*write the wr"),
-    ("BertForQuestionAnswering", None, ValueError, "does not follow from its class"),
-]
+    ("GPT2DoubleHeadsModel", list, {}, ValueError, "GPT2DoubleHeadsModel.*Pass task=.*write"),
+    ("BertForQuestionAnswering", list, {}, ValueError, "does not follow from its class"),
+    (
+        "GPT2LMHeadModel", list, {"task": "masked-lm"}, ValueError,
+        "that of task 'masked-lm' is.*Pass another task=",
+    ),
+    ("GPT2LMHeadModel", list, {"task": "generation"}, ValueError, "task must be one of causal-lm"),
+    ("GPT2LMHeadModel", lambda data: data[0], {}, TypeError, r"For one batch, pass \[batch\]"),
+    ("GPT2LMHeadModel", iter, {}, ValueError, "one-shot iterator"),
+    ("GPT2LMHeadModel", lambda _: [], {}, ValueError, "loader is empty"),
+    (lambda: make, list, {}, TypeError, "model must be a Module, got function"),
+    (
+        lambda: make("GPT2LMHeadModel").requires_grad_(False), list, {}, ValueError,
+        "No parameter of GPT2LMHeadModel requires gradients",
+    ),
+    (
+        lambda: nn.Linear(2, 2), lambda _: [{"input": torch.ones(2, 2), "labels": torch.zeros(2)}],
+        {"task": "sequence-classification"}, TypeError,
+        "returned a Tensor without logits.*return_dict",
+    ),
+    (
+        Foreign, each(lambda b: b | {"length": 3}), {"task": "causal-lm"}, TypeError,
+        "unexpected keyword argument 'length'.*remove_columns",
+    ),
+    (
+        Prompted, lambda _: [{"input_ids": torch.ones(2, 4, dtype=torch.long)}],
+        {"task": "causal-lm"}, ValueError,
+        r"logits of shape \[2, 5, 29\] for labels of shape \[2, 4\].*soft prompts",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, change, error, match", ERRORS)
-def test_errors(name: str, change: Any, error: type[Exception], match: str):
-    data = batches(name)
-    data = [change(batch) for batch in data] if change else data
+@pytest.mark.parametrize("model, change, options, error, match", ERRORS)
+def test_errors(model: Any, change: Callable, options: dict, error: type[Exception], match: str):
+    data = batches(model if isinstance(model, str) else "GPT2LMHeadModel")
     with pytest.raises(error, match=match):
-        problem(make(name), data)
-
-
-def test_errors_of_arguments():
-    model, data = make("GPT2LMHeadModel"), batches("GPT2LMHeadModel")
-    with pytest.raises(TypeError, match="model must be a Module, got function"):
-        problem(lambda batch: batch, data)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"For one batch, pass \[batch\]"):
-        problem(model, data[0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="one-shot iterator"):
-        problem(model, iter(data))
-    with pytest.raises(ValueError, match="loader is empty"):
-        problem(model, [])
-    with pytest.raises(ValueError, match="task must be one of causal-lm, masked-lm"):
-        problem(model, data, task="generation")
-    with pytest.raises(ValueError, match="No parameter of GPT2LMHeadModel requires gradients"):
-        problem(model.requires_grad_(False), data)
-    given = [{"input": torch.ones(2, 2), "labels": torch.zeros(2)}]
-    with pytest.raises(TypeError, match="returned a Tensor without logits.*return_dict"):
-        problem(nn.Linear(2, 2), given, task="sequence-classification")
-    given = [batch | {"length": 3} for batch in data]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'length'.*remove_columns"):
-        problem(Foreign(), given, task="causal-lm")
+        problem(make(model) if isinstance(model, str) else model(), change(data), **options)
 
 
 def test_errors_of_operators_name_the_function():
