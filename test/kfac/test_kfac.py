@@ -566,6 +566,7 @@ def test_refused(make: Callable, fisher: str, options: dict, kind: type, message
         ({"0.weight": "reduce"}, ["0.weight"]),
         ({"0": "reduce", "0.bias": "expand"}, ["0.weight"]),
         ({"0": "reduce"}, ["0.weight", "0.bias"]),
+        ({"": "reduce"}, ["0.weight", "0.bias", "2.weight", "2.bias"]),
     ],
     ids=str,
 )

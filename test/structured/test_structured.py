@@ -308,6 +308,21 @@ def test_factors_decompose_themselves(is_diagonal: bool):
             Factor(tensor / 0, symmetric=True).eigh(name="The last one")
 
 
+FUNCTIONS_OF_FACTORS = {
+    "inverse": (lambda F: F.inverse(0.1, "F"), lambda M: torch.linalg.inv(M + 0.1 * eye(3))),
+    "shifted": (lambda F: F.shifted(0.1), lambda M: M + 0.1 * eye(3)),
+    "power": (lambda F: F.power(-2.0, "F"), lambda M: torch.linalg.inv(M @ M)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_FACTORS)
+def test_functions_of_factors_know_their_eigenvalues(name: str):
+    function, of_matrix = FUNCTIONS_OF_FACTORS[name]
+    factor, expected = function(Factor(GA)), of_matrix(GA)
+    torch.testing.assert_close(factor.dense(), expected)
+    torch.testing.assert_close(factor.eigh()[0].sort().values, torch.linalg.eigvalsh(expected))
+
+
 def test_eigendecompositions_that_fail_are_repeated(monkeypatch):
     """In float64, and in a batch only those that fail."""
     original, computed = torch.linalg.eigh, []
