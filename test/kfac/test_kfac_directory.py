@@ -22,7 +22,7 @@ import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.layers.factors import KroneckerShape
 from curvlinops.operators.kfac.blocks import LayerUse, Uses
-from curvlinops.operators.kfac.partition import num_entries
+from curvlinops.operators.kfac.partition import among, num_entries
 from curvlinops.structured.layout import ParameterView
 
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
@@ -248,6 +248,10 @@ def test_sizes_do_not_depend_on_the_order_of_uses():
     uses = [LayerUse(view, shape, True) for shape in shapes]
     sizes = {num_entries(Uses(x), ["weight"], {"weight": (5, 3)}, 99) for x in (uses, uses[::-1])}
     assert sizes == {15 + 25 + 9}
+
+
+def test_the_largest_tasks_go_first_to_the_process_that_has_least():
+    assert among([4, 9, 1, 4], 2) == [1, 0, 1, 1]
 
 
 # --- processes that are killed
