@@ -54,7 +54,9 @@ TESTS = {
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
         operators/per_sample::test_rows layers/batch_axis layers/recording""",
-    "structured": "structured/structured support/norms kfac/kfac_inverse structured/saving",
+    "structured": """
+        structured/structured support/norms kfac/kfac_inverse structured/saving
+        algorithms/eigsh::test_structured_operators_know_their_eigenpairs""",
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
         algorithms/inverses algorithms/eigsh algorithms/callbacks
@@ -65,8 +67,8 @@ TESTS = {
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
         operators/per_sample contract/memory operators/loss_along""",
     "operators/kfac": """
-        kfac/captured_layers kfac/module_factors kfac/kfac_directory kfac/ekfac
-        kfac/kfac_inverse kfac/kfac_storage kfac/kfac kfac/kfac_architectures""",
+        kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
+        kfac/kfac kfac/kfac_architectures""",
     "integrations": "integrations/huggingface",
 }
 

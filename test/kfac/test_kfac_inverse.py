@@ -8,7 +8,10 @@ import numpy as np
 import problems
 import pytest
 import torch
-from contract import error, matrix
+from contract import ALL, error, matrix
+from kfac_models import problem
+from models import Using
+from structured_cases import QUANTITIES
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -37,17 +40,10 @@ def build(
 NAMES = ["cnn", "transformer", "transformer-tied", "lstm", "padding-idx"]
 
 
+@pytest.mark.parametrize("options", [{}, {"joint": True}, {"joint": True, "max_factor_size": 0}])
 @pytest.mark.parametrize("name", NAMES)
-def test_exact_damping_of_diagonals(name: str):
-    operator = build(name, joint=True, max_factor_size=0)
-    inverse = operator.inverse(0.1, use_exact_damping=True)
-    torch.testing.assert_close(inverse.diagonal(), 1 / (operator.diagonal() + 0.1))
-
-
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_exact_damping(name: str, joint: bool):
-    operator = build(name, joint)
+def test_exact_damping(name: str, options: dict):
+    operator = build(name, **options)
     dense = matrix(operator)
     expected = torch.linalg.inv(dense + 0.1 * torch.eye(len(dense), dtype=dense.dtype))
     inverse = operator.inverse(damping=0.1, use_exact_damping=True)
@@ -75,21 +71,6 @@ def test_separate_damping(damping: Any):
     assert error(inverse[index][:, index], damped(A, B, a, b)) <= 1e-10
 
 
-@pytest.mark.parametrize(
-    "options, power",
-    [({}, 2), ({"use_exact_damping": True}, 1), ({"use_heuristic_damping": True}, 1)],
-)
-def test_largest_eigenvalue_of_inverses(options: dict, power: int):
-    """Both factors of the last layer are singular, and each is damped by default."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
-    data = [(torch.randn(4, 5).double(), torch.randint(3, (4,)))]
-    params, damping = list(model.parameters()), 1e-2
-    K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, fisher_type="type-2")
-    largest = torch.linalg.eigvalsh(matrix(K.inverse(damping, **options))).max()
-    assert float(largest) == pytest.approx(damping**-power, rel=1e-9)
-
-
 def _joint_index(operator: KFACLinearOperator, module: str) -> Tensor:
     """Return the places of a block's entries `[O, I + 1]` in the vector."""
     weight, bias = (
@@ -99,44 +80,20 @@ def _joint_index(operator: KFACLinearOperator, module: str) -> Tensor:
     return torch.cat([weight.reshape(len(bias), -1), bias[:, None]], 1).flatten()
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_heuristic_damping(joint: bool):
-    """Martens and Grosse 2015, section 6.3."""
-    operator = build("mlp-ce-mean", joint)
-    inverse = matrix(operator.inverse(damping=0.01, use_heuristic_damping=True))
-    A, B = operator.input_covariances["2"], operator.gradient_covariances["2"]
-    pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
-    index = torch.arange(len(inverse))[operator.space.slice("2.weight")]
-    index = _joint_index(operator, "2") if joint else index
-    expected = damped(A, B, pi * sqrt(0.01), sqrt(0.01) / pi)
-    assert error(inverse[index][:, index], expected) <= 1e-10
-    if not joint:  # the bias has the same B
-        bias = operator.space.slice("2.bias")
-        expected = torch.linalg.inv(B + sqrt(0.01) / pi * torch.eye(len(B), dtype=B.dtype))
-        assert error(inverse[bias, bias], expected) <= 1e-10
-    least = matrix(operator.inverse(1e-6, use_heuristic_damping=True, min_damping=0.5))
-    assert error(least[index][:, index], damped(A, B, 0.5, 0.5)) <= 1e-10
-
-
-def _grouped(dtype: torch.dtype = torch.float64, **options: Any) -> KFACLinearOperator:
-    """A convolution with two groups, whose inputs differ in scale."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Tanh(), nn.Flatten()).to(dtype)
-    x = torch.randn(6, 4, 4, dtype=dtype) * torch.tensor([1.0, 1.0, 30.0, 30.0]).to(dtype)[:, None]
-    options = {"fisher_type": "empirical", **options}
-    data = [(x, torch.randn(6, 18, dtype=dtype))]
-    return KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, **options)
-
-
 @pytest.mark.parametrize("least", [1e-8, 0.1])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("joint", [False, True])
-def test_heuristic_damping_of_groups(joint: bool, least: float):
-    """Each group has its own pi, and each entry of the bias the damping of its group."""
-    operator, root = _grouped(separate_weight_and_bias=not joint), sqrt(0.02)
+def test_heuristic_damping(double, joint: bool, groups: int, least: float):
+    """Martens and Grosse 2015, section 6.3; each group has its own pi."""
+    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=groups), nn.Tanh(), nn.Flatten())
+    x = torch.randn(6, 4, 4) * torch.tensor([1.0, 1.0, 30.0, 30.0])[:, None]
+    p = problem(model, [x], nn.MSELoss())
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": not joint}
+    operator, root = KFACLinearOperator(p.model, p.loss, p.params, p.data, **options), sqrt(0.02)
     inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True, min_damping=least))
-    groups = zip(operator.input_covariances["0"], operator.gradient_covariances["0"], strict=True)
+    factors = operator.input_covariances["0"], operator.gradient_covariances["0"]
     blocks, of_bias = [], []
-    for A, B in groups:
+    for A, B in zip(*(x.reshape(groups, *x.shape[-2:]) for x in factors), strict=True):
         pi = sqrt(float(A.trace() / len(A)) / float(B.trace() / len(B)))
         blocks.append(damped(A, B, max(pi * root, least), max(root / pi, least)))
         of_bias += [max(root / pi, least)] * len(B)
@@ -146,27 +103,26 @@ def test_heuristic_damping_of_groups(joint: bool, least: float):
     assert error(inverse[own][:, own], torch.block_diag(*blocks)) <= 1e-10
     if not joint:  # its factor has entries between the groups, too
         B = matrix(operator)[bias, bias]
-        expected = torch.linalg.inv(B + torch.diag(torch.tensor(of_bias, dtype=B.dtype)))
+        expected = torch.linalg.inv(B + torch.diag(torch.tensor(of_bias)))
         assert error(inverse[bias, bias], expected) <= 1e-10
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"damping": -1.0}, "damping must be a non-negative"),
-        ({"damping": float("nan")}, "damping must be a non-negative"),
-        ({"damping": "a"}, "damping must be a non-negative"),
-        ({"damping": torch.tensor([0.1, 0.2])}, "damping must be a non-negative"),
-        ({"damping": (0.1, 0.1, 0.1)}, "damping must be a non-negative"),
+        *(
+            ({"damping": damping}, "damping must be a non-negative")
+            for damping in (
+                *(-1.0, float("nan"), float("inf"), "a", True, torch.tensor([0.1, 0.2])),
+                *((0.1, 0.1, 0.1), (0.1, np.bool_(False))),
+            )
+        ),
         ({"damping": (0.1, 0.1), "use_exact_damping": True}, "one number"),
         ({"damping": (0.1, 0.1), "use_heuristic_damping": True}, "one number"),
         (
             {"damping": 0.1, "use_heuristic_damping": True, "use_exact_damping": True},
             "either heuristic or exact",
         ),
-        ({"damping": True}, "damping must be a non-negative"),
-        ({"damping": (0.1, np.bool_(False))}, "damping must be a non-negative"),
-        ({"damping": float("inf")}, "damping must be a non-negative"),
         ({"damping": 0.1, "min_damping": -1.0}, "min_damping must be a non-negative"),
         ({}, "Block '.*weight': .*singular"),
         ({"cls": EKFACLinearOperator, "damping": (0.1, 0.2)}, "no factors to which damping"),
@@ -244,29 +200,18 @@ def test_inverses_are_positive(options: dict, damping: float):
             assert float(values.min()) > 0, name
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_inverses_have_no_option_cache(cache: bool):
-    with pytest.raises(TypeError, match="no option cache.* Leave the argument out"):
-        KFACInverseLinearOperator(build("mlp-ce-mean"), damping=0.1, cache=cache)
-
-
-def test_only_kronecker_factored_operators_have_such_inverses():
+def test_refused_by_the_class():
     p = problems.make("mlp-ce-mean")
+    with pytest.raises(TypeError, match="no option cache.* Leave the argument out"):
+        KFACInverseLinearOperator(build("mlp-ce-mean"), damping=0.1, cache=False)
     with pytest.raises(ValueError, match="Only KFAC and EKFAC"):
         KFACInverseLinearOperator(GGNLinearOperator(p.model, p.loss, p.params, p.data))
 
 
 def test_unused_parameters_have_zero_blocks():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    net, data = Net(), [(torch.randn(6, 2), torch.randn(6, 2))]
-    operator = KFACLinearOperator(net, nn.MSELoss(), list(net.parameters()), data)
+    net = Using(lambda m, x: m.used(x), used=nn.Linear(2, 2), unused=nn.Linear(2, 2))
+    p = problem(net, [torch.randn(6, 2)], nn.MSELoss())
+    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data)
     assert [block.structure for block in operator.report()] == ["kronecker"] * 2 + ["zero"] * 2
     assert not matrix(operator)[6:].any()
     inverse = matrix(operator.inverse(damping=0.5))
@@ -276,21 +221,14 @@ def test_unused_parameters_have_zero_blocks():
 
 
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-def test_unused_parts_of_parameters_are_damped(cls: type):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.randn(8, 5)), nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, self.weight[::2], self.bias[:4])
-
-    net, data = Net().double(), [(torch.randn(9, 5).double(), torch.randn(9, 4).double())]
+def test_unused_parts_of_parameters_are_damped(double, cls: type):
+    parts = {"weight": torch.randn(8, 5), "bias": torch.randn(8)}
+    net = Using(lambda m, x: nn.functional.linear(x, m.weight[::2], m.bias[:4]), **parts)
+    p = problem(net, [torch.randn(9, 5)], nn.MSELoss())
     for separate in (True, False):
-        operator = cls(
-            net, nn.MSELoss(), list(net.parameters()), data, separate_weight_and_bias=separate
-        )
-        truth = torch.linalg.inv(matrix(operator) + 0.1 * torch.eye(48).double())
+        options = {"separate_weight_and_bias": separate}
+        operator = cls(p.model, p.loss, p.params, p.data, **options)
+        truth = torch.linalg.inv(matrix(operator) + 0.1 * torch.eye(48))
         for inverse in (
             operator.inverse(0.1, use_exact_damping=True),
             (operator + 0.1 * IdentityLinearOperator(operator.space)).inverse(),
@@ -360,40 +298,27 @@ def test_exact_damping_of_a_large_table(
         (operator + 0.1 * IdentityLinearOperator(operator.space)).logdet()
 
 
-@pytest.mark.parametrize(
-    "name, cls, joint",
-    [
-        *((n, KFACLinearOperator, False) for n in ("cnn", "transformer-tied", "cross-attention")),
-        ("cnn", EKFACLinearOperator, True),
-    ],
-)
-def test_structure(name: str, cls: type, joint: bool):
-    operator = build(name, joint, "empirical", cls=cls, fallback="dense")
+STRUCTURED = {
+    **{name: lambda name=name: build(name) for name in ("cnn", "transformer-tied")},
+    "cross-attention": lambda: build("cross-attention", fisher="empirical", fallback="dense"),
+    "corrected": lambda: build(joint=True, fisher="empirical", cls=EKFACLinearOperator),
+    "diagonal of the GGN": lambda: ALL["ggn-diagonal"].build(problems.make("mlp-mse-mean")),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structure(name: str):
+    """Operators on data have all methods of structured operators."""
+    operator = STRUCTURED[name]()
     dense = matrix(operator)
-    eye = torch.eye(len(dense), dtype=dense.dtype)
-    identity = IdentityLinearOperator(operator.space)
-    assert error(operator.trace(), dense.trace()) <= 1e-10
-    assert error(operator.frobenius_norm(), dense.norm()) <= 1e-10
-    assert error(operator.diagonal(), dense.diagonal()) <= 1e-10
-    assert error(operator.to_dense(), dense) <= 1e-10
-    assert error(matrix(operator @ operator), dense @ dense) <= 1e-10
-    assert error(matrix(operator**2), dense @ dense) <= 1e-10
-    assert error(matrix(-operator), -dense) == 0
-    damped = torch.linalg.inv(dense + 0.1 * eye)
-    for inverse in (
-        operator.inverse(0.1, use_exact_damping=True),
-        (operator + 0.1 * identity) ** -1,
-    ):
-        assert error(matrix(inverse), damped) <= 1e-9
-        assert error(matrix(inverse.T), damped.T) <= 1e-9
-    values = operator.eigh().eigenvalues.sort().values
-    assert error(values, torch.linalg.eigvalsh(dense)) <= 1e-8
-    shifted, truth = 2 * operator + 0.3 * identity, 2 * dense + 0.3 * eye
-    assert error(matrix(shifted), truth) <= 1e-10
-    assert error(shifted.logdet(), torch.logdet(truth)) <= 1e-9
-    assert error(shifted.det(), torch.det(truth)) <= 1e-7
-    assert error(matrix(shifted.power(-0.5)), matrix(shifted**-0.5)) == 0
-    assert error(matrix(shifted**-0.5) @ matrix(shifted**-0.5), torch.linalg.inv(truth)) <= 1e-8
+    labels = ["trace", "norm", "diagonal", "dense", "eigenvalues", "damped", "power 3"]
+    for label in [*labels, *(["damped inverse", "inverse"] if "GGN" in name else [])]:
+        quantity, expected = QUANTITIES[label]
+        assert error(quantity(operator), expected(dense)) <= 1e-9, label
+    shifted = 2 * operator + 0.3 * IdentityLinearOperator(operator.space)
+    truth = 2 * dense + 0.3 * torch.eye(len(dense), dtype=dense.dtype)
+    for label, (quantity, expected) in QUANTITIES.items():
+        assert error(quantity(shifted), expected(truth)) <= 1e-9, label
     draws = operator.sample(torch.Generator().manual_seed(0), 4000)
     assert error(draws @ draws.T / 4000, dense) <= 0.15
 

@@ -1,28 +1,20 @@
-"""Kronecker factors by module, as programs read them that multiply them by weights themselves."""
+"""Factors by module and captured layers, as programs read them for sums of their own."""
 
 import copy
 import io
 import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import error
+from models import Using
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
-
-
-class Model(nn.Module):
-    """A layer between others."""
-
-    def __init__(self, layer: nn.Module, shape: tuple[int, ...]):
-        super().__init__()
-        self.layer, self.shape = layer, shape
-        self.head = nn.LazyLinear(3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(x.reshape(-1, *self.shape)).tanh().flatten(1))
+from curvlinops import EKFACLinearOperator, FisherType, GGNLinearOperator, KFACLinearOperator
+from curvlinops.operators.kfac.captured import CapturedLayer
 
 
 def _operator(
@@ -35,7 +27,10 @@ def _operator(
     X, y = torch.randn(5, 8).double(), torch.randint(3, (5,))
     if isinstance(layer, nn.Embedding):
         X = torch.randint(4, (5, 8))
-    model = Model(layer.double(), shape).double()
+    model = Using(
+        lambda m, x: m.head(m.layer(x.reshape(-1, *shape)).tanh().flatten(1)),
+        layer=layer, head=nn.LazyLinear(3),
+    ).double()  # fmt: skip
     model(X)
     options = {"fisher_type": FisherType.TYPE2} | options
     params = list(model.parameters())
@@ -199,30 +194,82 @@ def test_more_data_is_read():
     assert not torch.equal(K._input_covariances["layer"], before)
 
 
+#: Layers, shapes of their inputs, options, and the name of a parameter without such a factor.
 OTHERS = {
-    "embedding": (nn.Embedding(4, 4), (8,)),
-    "norm": (nn.LayerNorm(8), (8,)),
-    "groups": (nn.Conv2d(2, 2, 1, groups=2), (2, 2, 2)),
-    "transposed": (nn.ConvTranspose2d(2, 2, 1), (2, 2, 2)),
-    "cell": (nn.PReLU(8), (8,)),
+    "embedding": (nn.Embedding(4, 4), (8,), {}, "layer.weight"),
+    "norm": (nn.LayerNorm(8), (8,), {}, "layer.weight"),
+    "groups": (nn.Conv2d(2, 2, 1, groups=2), (2, 2, 2), {}, "layer.weight"),
+    "transposed": (nn.ConvTranspose2d(2, 2, 1), (2, 2, 2), {}, "layer.weight"),
+    "cell": (nn.PReLU(8), (8,), {}, "layer.weight"),
+    "diagonal": (*PLAIN["linear"], {"max_factor_size": 5}, "layer.weight"),
+    "bias": (*PLAIN["convolution-1d"], {"kfac_approx": {"head.bias": "reduce"}}, "head.bias"),
 }
 
 
-@pytest.mark.parametrize("layer, shape", OTHERS.values(), ids=OTHERS)
-def test_other_blocks_are_named(layer: nn.Module, shape: tuple[int, ...]):
-    K = _operator(layer, shape)
-    for name in ("_mapping", "_input_covariances", "_gradient_covariances"):
-        with pytest.raises(NotImplementedError, match=r"block of layer\.weight"):
-            getattr(K, name)
+@pytest.mark.parametrize("layer, shape, options, name", OTHERS.values(), ids=OTHERS)
+def test_other_blocks_are_named(layer: nn.Module, shape: tuple, options: dict, name: str):
+    K = _operator(layer, shape, **options)
+    for attribute in ("_mapping", "_input_covariances", "_gradient_covariances"):
+        with pytest.raises(NotImplementedError, match=re.escape(name)):
+            getattr(K, attribute)
 
 
-def test_diagonal_factors_are_named():
-    K = _operator(*PLAIN["linear"], max_factor_size=5)
-    with pytest.raises(NotImplementedError, match=r"layer\.weight"):
-        K._mapping  # noqa: B018
+# --- inputs and output gradients of layers
 
 
-def test_biases_with_a_factor_of_their_own_are_named():
-    K = _operator(*PLAIN["convolution-1d"], kfac_approx={"head.bias": "reduce"})
-    with pytest.raises(NotImplementedError, match=r"block of head\.bias"):
-        K._mapping  # noqa: B018
+def text(m: Using, x: Tensor) -> Tensor:
+    """An embedding, a layer with tokens, and a grouped convolution over them."""
+    h = torch.tanh(m.layer(m.table(x))).mT
+    return m.head(torch.tanh(m.conv(h)).mean(2))
+
+
+def problem(reduction: str) -> tuple:
+    torch.manual_seed(0)
+    layers = {"table": nn.Embedding(7, 4, padding_idx=0), "layer": nn.Linear(4, 4)}
+    layers |= {"conv": nn.Conv1d(4, 6, 2, groups=2), "head": nn.Linear(6, 3, bias=False)}
+    model, loss = Using(text, **layers).double(), nn.CrossEntropyLoss(reduction=reduction)
+    data = [(torch.randint(7, (n, 5)), torch.randint(3, (n,))) for n in (4, 3)]
+    return model, loss, dict(model.named_parameters()), data
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_captured_layers_give_exact_blocks_of_the_ggn(reduction: str):
+    model, loss, params, data = problem(reduction)
+    blocks: dict[str, Tensor] = {}
+
+    def add(layer: CapturedLayer) -> None:
+        x, g = layer.inputs, layer.gradients
+        if x.ndim == 3:  # one group
+            x, g = x.unsqueeze(2), g.unsqueeze(3)
+        rows = torch.einsum("vnsgo,nsgi->vngoi", g, x)
+        if layer.weight == "table.weight":
+            rows = rows.mT
+        rows = rows.flatten(2).flatten(0, 1)
+        blocks[layer.weight] = blocks.get(layer.weight, 0) + rows.T @ rows
+        if layer.bias is not None:
+            rows = g.sum(2).flatten(2).flatten(0, 1)
+            blocks[layer.bias] = blocks.get(layer.bias, 0) + rows.T @ rows
+
+    K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
+    c = K.visit_layers(add)
+    assert blocks.keys() == params.keys()
+    G = GGNLinearOperator(model, loss, params, data)
+    dense = G.to_dense()
+    for name, block in blocks.items():
+        place = G.space.slice(name)
+        assert error(c * block, dense[place, place]) <= 1e-10, name
+
+
+def test_captured_layers_of_chunks():
+    """Several chunks of vectors of a batch have the same inputs."""
+    options = {"fisher_type": "mc", "mc_samples": 5}
+    layers: list[CapturedLayer] = []
+    K = KFACLinearOperator(*problem("sum"), **options)
+    assert K.visit_layers(layers.append) == 1.0
+    assert {layer.batch for layer in layers} == {0, 1}
+    B = sum(
+        torch.einsum("vnso,vnsp->op", layer.gradients, layer.gradients)
+        for layer in layers
+        if layer.weight == "layer.weight"
+    )
+    assert error(B, K.gradient_covariances["layer"]) <= 1e-10

@@ -83,8 +83,8 @@ CASES = {
     ),
 }
 #: Kronecker-factored operators are a snapshot: they do not follow changes of the model, which most
-#: tests of `CASES` ask for, and have blocks of their own. Their numbers are tested in test_kfac.py
-#: and test_ekfac.py; only what they share with all operators is tested together.
+#: tests of `CASES` ask for, and have blocks of their own. Their numbers are tested in test_kfac.py;
+#: only what they share with all operators is tested together.
 FACTORED = {
     "kfac": Case(
         curvlinops.KFACLinearOperator, None, needs_root=True, arguments=(("fallback", "dense"),)

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import problems
 import torch
 from kfac_reference import linear, lookup
 from problems import Problem
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 Params = dict[str, Tensor]
@@ -177,3 +178,11 @@ def make(name: str) -> Problem:
         return p
     # PyTorch's own modules have right first derivatives, and are seen
     return replace(p, reference_model=PLAIN.get(name))
+
+
+def problem(
+    model: Any, X: list[Any], loss: nn.Module, target: Callable = torch.randn_like
+) -> Problem:
+    """Return a problem in all parameters of a model."""
+    data = [(x, target(model(x).detach())) for x in X]
+    return Problem(model, loss, list(model.parameters()), data, mc=True)

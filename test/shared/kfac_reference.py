@@ -68,23 +68,10 @@ def linear(
     transposed: bool = False,
 ) -> Tensor:
     """`x @ weight.T + bias[rows]`, recorded; the first axes number positions."""
-    index = torch.arange(weight.numel()).reshape(weight.shape)
-    w, entries = (weight.T, index.T) if transposed else (weight, index)
-    out = x @ w.T
+    out = x @ (weight if transposed else weight.T)
     out = out if bias is None else out + bias[bias_rows]
     if _TAPE is not None and x.numel():
-        _TAPE.append(
-            Use(
-                weight,
-                entries.unsqueeze(0),
-                x.detach().reshape(-1, 1, x.shape[-1]),
-                out,
-                lambda g: g.reshape(-1, 1, g.shape[-1]),
-                bias,
-                None if bias is None else torch.arange(len(bias))[bias_rows],
-                lambda g: g.reshape(-1, g.shape[-1]),
-            )
-        )
+        _TAPE.append(_rows(weight, bias, x, out, transposed, bias_rows))
     return out + 0
 
 
@@ -163,29 +150,34 @@ def _embedding(weight: Tensor, padding: int | None, x: Tensor, out: Tensor) -> U
 
 
 def _bilinear(module: nn.Bilinear, x: Tensor, other: Tensor, out: Tensor) -> Use:
-    a = (x.unsqueeze(-1) * other.unsqueeze(-2)).detach().flatten(-2)
-    return _rows(module, a, out)
+    a = (x.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2)
+    return _rows(module.weight, module.bias, a, out)
 
 
-def _rows(module: nn.Module, x: Tensor, out: Tensor, transposed: bool = False) -> Use:
-    weight = module.weight
+def _rows(
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    out: Tensor,
+    transposed: bool = False,
+    bias_rows: slice = slice(None),
+) -> Use:
     index = torch.arange(weight.numel()).reshape(weight.shape)
-    outs = weight.shape[1] if transposed else weight.shape[0]
-    index = index.T if transposed else index
+    index, outs = index.T if transposed else index, out.shape[-1]
     return Use(
         weight,
         index.reshape(1, outs, -1),
         x.detach().reshape(-1, 1, x.shape[-1]),
         out,
         lambda g: g.reshape(-1, 1, outs),
-        module.bias,
-        torch.arange(outs),
+        bias,
+        None if bias is None else torch.arange(len(bias))[bias_rows],
         lambda g: g.reshape(-1, outs),
     )
 
 
 _LAYERS: dict[type, Callable[..., Use]] = {
-    nn.Linear: _rows,
+    nn.Linear: lambda layer, *args: _rows(layer.weight, layer.bias, *args),
     nn.Bilinear: _bilinear,
     nn.Embedding: lambda layer, *args: _embedding(layer.weight, layer.padding_idx, *args),
     **dict.fromkeys([nn.Conv1d, nn.Conv2d, nn.Conv3d], _conv),
@@ -200,7 +192,7 @@ def _watch(p: Problem, model: Any) -> None:
         if _TAPE is None or not out.requires_grad:
             return None
         if type(module).__name__ == "Conv1D":  # of transformers: `[in, out]`
-            _TAPE.append(_rows(module, *args, out, transposed=True))
+            _TAPE.append(_rows(module.weight, module.bias, *args, out, transposed=True))
         else:
             _TAPE.append(_LAYERS[type(module)](module, *args, out))
         return out + 0

@@ -21,19 +21,10 @@ from curvlinops import (
 from curvlinops.structured.layout import Layout, ParameterView
 
 DOUBLE = torch.float64
-
-
 CPU = torch.device("cpu")
-
-
 Kron, Sum = KroneckerProductLinearOperator, SumOfKroneckersLinearOperator
-
-
-Blocks, Diag, Identity = (
-    BlockDiagonalLinearOperator,
-    DiagonalLinearOperator,
-    IdentityLinearOperator,
-)
+Blocks, Diag = BlockDiagonalLinearOperator, DiagonalLinearOperator
+Identity = IdentityLinearOperator
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -64,14 +55,8 @@ def eye(n: int) -> Tensor:
 
 
 A, B, C = definite(4), definite(3), definite(2)
-
-
 A2, B2 = definite(4, seed=1), definite(3, seed=1)
-
-
 GA, GB = definite(5, 3), definite(5, 2)
-
-
 a, b = positive(4), positive(3)
 
 
@@ -225,4 +210,37 @@ CHANGES = {
     "pickled": lambda op, M: (pickle.loads(pickle.dumps(op)), M),
     "copied": lambda op, M: (copy.deepcopy(op), M),
     "saved": lambda op, M: (load(op.state_dict()), M),
+}
+
+
+def root(M: Tensor, exponent: float) -> Tensor:
+    values, vectors = torch.linalg.eigh(M)
+    return vectors * values**exponent @ vectors.T
+
+
+#: What is asked of an operator, and of its matrix.
+QUANTITIES = {
+    "product": (lambda op: op @ eye(op.shape[0]), lambda M: M),
+    "one column": (lambda op: op @ randn(op.shape[0]), lambda M: M @ randn(len(M))),
+    "adjoint product": (lambda op: randn(2, op.shape[0]) @ op, lambda M: randn(2, len(M)) @ M),
+    "dense": (lambda op: op.to_dense(), lambda M: M),
+    "trace": (lambda op: op.trace(), lambda M: M.trace()),
+    "det": (lambda op: op.det(), torch.det),
+    "logdet": (lambda op: op.logdet(), torch.logdet),
+    "norm": (lambda op: op.frobenius_norm(), lambda M: M.norm()),
+    "diagonal": (lambda op: op.diagonal(), lambda M: M.diag()),
+    "eigenvalues": (lambda op: op.eigvalsh(), torch.linalg.eigvalsh),
+    "solution": (lambda op: op.solve(eye(op.shape[0])[:, :2]), lambda M: M.inverse()[:, :2]),
+    "eigh": (lambda op: op.eigh().to_dense(), lambda M: M),
+    "diagonal of eigh": (lambda op: op.eigh().diagonal(), lambda M: M.diag()),
+    "inverse": (lambda op: op.inverse().to_dense(), lambda M: M.inverse()),
+    "damped": (lambda op: op.damped(0.1).to_dense(), lambda M: M + 0.1 * eye(len(M))),
+    "damped inverse": (
+        lambda op: op.inverse(0.1).to_dense(),
+        lambda M: (M + 0.1 * eye(len(M))).inverse(),
+    ),
+    "power -1": (lambda op: (op**-1).to_dense(), lambda M: M.inverse()),
+    "power 0.5": (lambda op: (op**0.5).to_dense(), lambda M: root(M, 0.5)),
+    "power -0.3": (lambda op: op.power(-0.3).to_dense(), lambda M: root(M, -0.3)),
+    "power 3": (lambda op: (op**3).to_dense(), lambda M: M @ M @ M),
 }
