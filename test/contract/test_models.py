@@ -204,11 +204,8 @@ def data_with_a_history() -> tuple[dict, dict]:
     model, other = mlp(), nn.Linear(3, 3).double()
     data = [(X, model(X) + 1 + X) for X in (other(X) for X, _ in batches(4, 2))]
     values = [(X.detach(), y.detach()) for X, y in data]
-    return {"model": model, "loss": MSE, "data": data}, {
-        "model": model,
-        "loss": MSE,
-        "data": values,
-    }
+    plain = {"model": model, "loss": MSE, "data": values}
+    return plain | {"data": data}, plain
 
 
 @twins
@@ -222,6 +219,20 @@ def closures_with_a_graph_from_outside() -> tuple[dict, dict]:
     params = [weight, head]
     plain = functools.partial(model, made=None)
     return {"model": model, "params": params}, {"model": plain, "params": params}
+
+
+@twins
+def parameters_in_a_parameter_dict() -> tuple[dict, dict]:
+    params = nn.ParameterDict(mlp()[0].named_parameters())
+    special = {"model": lambda p, x: F.linear(x, **p), "params": params}
+    return special, special | {"params": dict(params)}
+
+
+@twins
+def parameters_in_a_parameter_list() -> tuple[dict, dict]:
+    params = list(mlp()[0].parameters())
+    plain = {"model": lambda x: F.linear(x, *params), "params": params}
+    return plain | {"params": nn.ParameterList(params)}, plain
 
 
 @twins

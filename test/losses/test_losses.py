@@ -378,12 +378,6 @@ def data_of(sizes: tuple[int, ...], classes: list[int]) -> list[tuple[Tensor, Te
 DATA = data_of((2, 3), [0, 1, 2, 0, 1])
 
 
-def smoothed(value: float) -> nn.Module:
-    loss = nn.CrossEntropyLoss()
-    loss.label_smoothing = value
-    return loss
-
-
 def operator(kind: type, loss: Any, data: list = DATA, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
@@ -434,23 +428,6 @@ def test_losses_with_a_scripted_module():
     torch.testing.assert_close(found @ V, expected @ V)
 
 
-@pytest.mark.parametrize(
-    "loss, target, error, match",
-    [
-        (nn.HuberLoss, torch.ones(2, 3), TypeError, "the class HuberLoss; pass an instance"),
-        (partial(F.mse_loss, reduction="batchmean"), torch.ones(2, 3), ValueError, "'batchmean'"),
-        (nn.MSELoss(), torch.ones(2, 3) + 1j, ValueError, "real target"),
-        (nn.CrossEntropyLoss(W[:2]), torch.tensor([0, 1]), ValueError, r"weight of shape \[2\]"),
-        (nn.CrossEntropyLoss(W[None]), torch.ones(2, 3) / 3, ValueError, "weight of shape"),
-        (nn.NLLLoss(torch.ones(4)), torch.tensor([0, 1]), ValueError, r"weight of shape \[4\]"),
-        (smoothed(-0.5), torch.tensor([0, 1]), ValueError, "label_smoothing must be from 0 to 1"),
-    ],
-)
-def test_losses_and_targets_that_are_refused(loss: Any, target: Tensor, error: type, match: str):
-    with pytest.raises(error, match=match):
-        operator(HessianLinearOperator, loss, [(torch.ones(2, 4).double(), target)])
-
-
 @pytest.mark.parametrize("inner, outer", [("bfloat16", "float32"), ("float64", "float32")])
 def test_losses_that_return_another_precision(inner: str, outer: str):
     torch.manual_seed(0)
@@ -462,29 +439,6 @@ def test_losses_that_return_another_precision(inner: str, outer: str):
     wrap_loss(partial(loss, power=1), "mean").check_values(output, target)
     with pytest.raises(ValueError, match="is not the mean"):
         wrap_loss(partial(loss, power=2), "mean").check_values(output, target)
-
-
-def test_random_losses_are_refused():
-    def loss(z: Tensor, t: Tensor) -> Tensor:
-        return F.dropout(z, 0.5).square().sum()
-
-    with pytest.raises(ValueError, match="random ones"):
-        operator(HessianLinearOperator, loss, reduction="sum")
-    with pytest.raises(RuntimeError, match="The model or the loss gives different values"):
-        operator(HessianLinearOperator, loss, DATA[:1], reduction="sum")
-
-
-def test_errors_on_single_samples_have_a_note():
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return output.sum() if len(output) > 1 else output[1].sum()
-
-    with pytest.raises(IndexError) as caught:
-        operator(HessianLinearOperator, loss, reduction="sum")
-    assert "was evaluated on one sample" in "".join(caught.value.__notes__)
-    weighted = partial(F.mse_loss, weight=torch.rand(2, 3).double())
-    data = [(X, torch.zeros(2, 3).double()) for X, _ in DATA[:1]]
-    with pytest.raises(ValueError, match="Batch 0: .*mse_loss was.*such as a weight for each samp"):
-        operator(EFLinearOperator, weighted, data, reduction="mean")
 
 
 def test_weights_of_classes_in_the_target():
