@@ -13,6 +13,7 @@ import problems
 import pytest
 import torch
 from contract import ALL, vectors
+from models import Using
 from small import SQUARE, batches, build, mlp
 from torch import Tensor, nn
 
@@ -88,7 +89,7 @@ def test_gradients_with_respect_to_vectors(case: str, mode: Callable, columns: t
     assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
 
 
-ONES = torch.ones(20)
+ONES, CG, Spectrum = torch.ones(20), C.CGInverseLinearOperator, C.LanczosApproximateSpectrumCached
 
 
 def _kronecker() -> C.KroneckerProductLinearOperator:
@@ -129,7 +130,7 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "rows' gram": lambda: _kfac("gradients").gram(),
     "second moment": lambda: _kfac("gradients").second_moment(),
     "submatrix": lambda: dense(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
-    "cg": lambda: dense(C.CGInverseLinearOperator(spd(20))),
+    "cg": lambda: dense(CG(spd(20))),
     "minres": lambda: dense(C.MINRESInverseLinearOperator(spd(20))),
     "lsmr": lambda: dense(C.LSMRInverseLinearOperator(spd(20))),
     "neumann": lambda: dense(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
@@ -140,14 +141,10 @@ COMPUTED: dict[str, Callable[[], Any]] = {
     "hutchpp_trace": lambda: C.hutchpp_trace(spd(20), 9, seed=0),
     "lanczos_logdet": lambda: C.lanczos_logdet(spd(20), 5, seed=0),
     "density": lambda: C.lanczos_approximate_spectrum(spd(20), 5, seed=0),
-    "kept density": lambda: C.LanczosApproximateSpectrumCached(
-        spd(20), 5, seed=0
-    ).approximate_spectrum(2),
+    "kept density": lambda: Spectrum(spd(20), 5, seed=0).approximate_spectrum(2),
     "dottest": lambda: C.dottest(spd(20), seed=0),
     "power of the identity": lambda: dense(C.IdentityLinearOperator(9, 4.0) ** 0.5),
-    "preconditioned cg": lambda: dense(
-        C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1))
-    ),
+    "preconditioned cg": lambda: dense(CG(spd(20), preconditioner=spd(20, 1))),
     "xtrace to a tolerance": lambda: C.xtrace(spd(20), 4, "gaussian", rtol=0.1, seed=0),
 }
 
@@ -162,16 +159,11 @@ def test_methods_and_algorithms(kind: str, mode: str):
 
 
 def test_autocast_inside_the_model_stays():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
+    def inner(s: Using, X: Tensor) -> Tensor:
+        with half():
+            return s.inner(X).float()
 
-        def forward(self, X: Tensor) -> Tensor:
-            with half():
-                return self.inner(X).float()
-
-    model, X, y = Half(), torch.randn(6, 4), torch.randint(3, (6,))
+    model, X, y = Using(inner, inner=nn.Linear(4, 3)), torch.randn(6, 4), torch.randint(3, (6,))
     loss = nn.CrossEntropyLoss()
     arguments = (loss, list(model.parameters()), [(X, y)])
     G, full = (C.GGNLinearOperator(m, *arguments) for m in (model, model.inner))
@@ -237,27 +229,18 @@ def test_compiled(case: str, kind: str):
 # --- threads
 
 
-class Slow(nn.Module):
-    """A model in whose forward pass other threads have their turn."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, X: Tensor) -> Tensor:
-        time.sleep(1e-3)
-        return self.net(X)
+def slow(s: Using, X: Tensor) -> Tensor:
+    time.sleep(1e-3)  # other threads have their turn
+    return s.net(X)
 
 
 @pytest.mark.parametrize("kind", [*SQUARE, C.KFACLinearOperator])
 def test_several_threads_use_one_model(kind: type):
-    model = Slow()
-    operators = [
-        build(
-            kind, model, params={name: scale * p.detach() for name, p in model.named_parameters()}
-        )
-        for scale in (1.0, 2.0)
+    model = Using(slow, net=mlp())
+    params = [
+        {name: scale * p.detach() for name, p in model.named_parameters()} for scale in (1.0, 2.0)
     ]
+    operators = [build(kind, model, params=scaled) for scaled in params]
     v = torch.arange(31.0).cos().double()
     expected = [operator @ v for operator in operators]
     with ThreadPoolExecutor(4) as pool:
