@@ -359,14 +359,6 @@ def test_progress_names_what_is_computed(case: str, method: str, capsys):
     assert passes(operator, capsys) == [METHODS[case, method]]
 
 
-@pytest.mark.parametrize("case", ALL)
-def test_to_device_keeps_the_numbers(case: str):
-    operator = ALL[case].build(problems.make("mlp-ce-all-mean"))
-    v = vectors(operator)
-    expected = operator @ v
-    assert torch.equal(operator.to_device("cpu") @ v, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case, problem", pairs(EXACT, problems.NAMES))
 def test_equals_dense_reference_on_gpu(case: str, problem: str):

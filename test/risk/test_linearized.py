@@ -17,6 +17,7 @@ from changeable import World
 from contract import ALL, error, matrix, vectors
 from live_bytes import LiveBytes
 from problems import Problem
+from quantities import ALGORITHMS, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -314,9 +315,7 @@ def test_models_that_draw_random_numbers(case: str, cache: str | int):
 
 CG, MINRES = C.CGInverseLinearOperator, C.MINRESInverseLinearOperator
 LSMR, Neumann = C.LSMRInverseLinearOperator, C.NeumannInverseLinearOperator
-LogSpectrum = C.LanczosApproximateLogSpectrumCached
 DIM = 8
-ONES = torch.ones(DIM, dtype=torch.float64)
 
 
 class Diagonal(C.TorchLinearOperator):
@@ -385,29 +384,6 @@ def test_operands_are_linearized(build: Build, number: int):
     assert [part.depth for part in parts] == [0, 0]
 
 
-ALGORITHMS: dict[str, Callable[[C.TorchLinearOperator], object]] = {
-    "CG": lambda A: CG(A) @ ONES,
-    "MINRES": lambda A: MINRES(A).solve(ONES),
-    "LSMR": lambda A: LSMR(A) @ ONES,
-    "LSMR, info": lambda A: LSMR(A).matvec_with_info(ONES),
-    "Neumann": lambda A: Neumann(A, rtol=1) @ ONES,
-    "eigsh": lambda A: C.eigsh(A, 2),
-    "hutchinson_trace": lambda A: C.hutchinson_trace(A, 2),
-    "hutchinson_diag": lambda A: C.hutchinson_diag(A, num_matvecs=2),
-    "hutchinson_squared_fro": lambda A: C.hutchinson_squared_fro(A, 2),
-    "hutchpp_trace": lambda A: C.hutchpp_trace(A, 6),
-    "xtrace": lambda A: C.xtrace(A, 6),
-    "xdiag": lambda A: C.xdiag(A, 6),
-    "xnystrace": lambda A: C.xnystrace(A, 6),
-    "trace_function": lambda A: C.trace_function(A, torch.exp, 3),
-    "lanczos_logdet": lambda A: C.lanczos_logdet(A),
-    "spectrum": lambda A: C.lanczos_approximate_spectrum(A=A, ncv=3),
-    "log spectrum": lambda A: C.lanczos_approximate_log_spectrum(A, 3),
-    "cached spectrum": lambda A: C.LanczosApproximateSpectrumCached(A, 3).approximate_spectrum(),
-    "cached log spectrum": lambda A: LogSpectrum(A, 3).approximate_log_spectrum(),
-}
-
-
 @pytest.mark.parametrize("solve", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_algorithms_linearize(solve: Callable[[C.TorchLinearOperator], object]):
     A = Diagonal()
@@ -417,7 +393,7 @@ def test_algorithms_linearize(solve: Callable[[C.TorchLinearOperator], object]):
 
 def test_preconditioners_are_linearized():
     A, M = Diagonal(), Diagonal()
-    CG(A, preconditioner=M) @ ONES
+    CG(A, preconditioner=M) @ ones(A)
     assert M.products == M.linearized_products > 0
 
 
