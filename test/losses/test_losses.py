@@ -304,26 +304,8 @@ def test_one_sample_with_several_positions_behind_a_normalization(name: str):
 
 # --- losses of users, which are refused, or need care
 
-V = torch.arange(15).double()
-OPERATORS = [HessianLinearOperator, GGNLinearOperator, EFLinearOperator]
-each_operator = pytest.mark.parametrize("kind", OPERATORS)
 
-
-def data_of(sizes: tuple[int, ...], classes: list[int]) -> list[tuple[Tensor, Tensor]]:
-    X = torch.randn(len(classes), 4, generator=torch.Generator().manual_seed(0)).double()
-    return list(zip(X.split(sizes), torch.tensor(classes).split(sizes), strict=True))
-
-
-DATA = data_of((2, 3), [0, 1, 2, 0, 1])
-
-
-def operator(kind: type, loss: Any, data: list = DATA, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    return kind(model, loss, list(model.parameters()), data, **options)
-
-
-@each_operator
+@pytest.mark.parametrize("kind", SQUARE)
 def test_means_with_weights(kind: type):
     weight = torch.tensor([1.0, 2, 5]).double()
 
@@ -331,19 +313,9 @@ def test_means_with_weights(kind: type):
         return F.cross_entropy(output, target, weight=weight)
 
     with pytest.raises(ValueError, match="is not the mean of its samples' losses"):
-        operator(kind, loss, reduction="mean")
+        build(kind, mlp(), loss=loss, reduction="mean")
     weight.fill_(2.0)
-    operator(kind, loss, reduction="mean")
-
-
-@each_operator
-def test_losses_that_overwrite_the_output(kind: type):
-    def loss(output: Tensor, target: Tensor, write: Callable = Tensor.mul_) -> Tensor:
-        return write(output, target[:, None] + 1.0).tanh().square().sum()
-
-    found = operator(kind, loss, reduction="sum")
-    expected = operator(kind, partial(loss, write=torch.mul), reduction="sum")
-    torch.testing.assert_close(found @ V, expected @ V)
+    build(kind, mlp(), loss=loss, reduction="mean")
 
 
 def test_losses_without_a_gradient_have_a_warning():
@@ -351,20 +323,7 @@ def test_losses_without_a_gradient_have_a_warning():
         return (output.argmax(1) != target).double().sum()
 
     with pytest.warns(UserWarning, match="no gradient with respect to the model's output"):
-        operator(HessianLinearOperator, loss, reduction="sum")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_losses_with_a_scripted_module():
-    teacher = torch.jit.trace(nn.Linear(4, 3).double(), torch.ones(2, 4).double())
-    data = [(X, X) for X, _ in DATA]
-    found = operator(
-        GGNLinearOperator, lambda z, x: (z - teacher(x)).square().sum(), data, reduction="sum"
-    )
-    # the GGN of the squared error does not depend on the target
-    data = [(X, X[:, :3]) for X, _ in DATA]
-    expected = operator(GGNLinearOperator, nn.MSELoss(reduction="sum"), data)
-    torch.testing.assert_close(found @ V, expected @ V)
+        build(HessianLinearOperator, mlp(), loss=loss, reduction="sum")
 
 
 @pytest.mark.parametrize("inner, outer", [("bfloat16", "float32"), ("float64", "float32")])
@@ -378,37 +337,6 @@ def test_losses_that_return_another_precision(inner: str, outer: str):
     wrap_loss(partial(loss, power=1), "mean").check_values(output, target)
     with pytest.raises(ValueError, match="is not the mean"):
         wrap_loss(partial(loss, power=2), "mean").check_values(output, target)
-
-
-def test_weights_of_classes_in_the_target():
-    def loss(output: Tensor, target: dict) -> Tensor:
-        terms = F.cross_entropy(output, target["labels"], reduction="none")
-        return (terms * target["weight"][target["labels"]]).sum()
-
-    data = [(X, {"labels": y, "weight": W}) for X, y in data_of((2, 4), [0, 1, 2, 0, 1, 2])]
-    found = operator(HessianLinearOperator, loss, data, reduction="sum")
-    weighted = nn.CrossEntropyLoss(weight=W, reduction="sum")
-    data = [(X, y["labels"]) for X, y in data]
-    torch.testing.assert_close(found @ V, operator(HessianLinearOperator, weighted, data) @ V)
-
-
-@each_operator
-def test_functions_that_take_things_out_of_batches(kind: type):
-    class Model(nn.Linear):
-        def forward(self, X: dict) -> Tensor:
-            X.setdefault("seen", 1)
-            return super().forward(X.pop("inputs")[0])
-
-    def loss(output: Tensor, target: dict) -> Tensor:
-        return F.cross_entropy(output, target["of"].pop("labels"), reduction="sum")
-
-    data = [({"inputs": [x]}, {"of": {"labels": y}}) for x, y in DATA]
-    torch.manual_seed(0)
-    model = Model(4, 3).double()
-    options = {"reduction": "sum", "batch_size_fn": lambda X: len(X["inputs"][0])}
-    found = kind(model, loss, list(model.parameters()), data, **options) @ V
-    torch.testing.assert_close(found, operator(kind, nn.CrossEntropyLoss(reduction="sum")) @ V)
-    assert all(set(X) == {"inputs"} and set(y["of"]) == {"labels"} for X, y in data)
 
 
 @pytest.mark.parametrize("scale", [1.0, 15.0, 30.0])
