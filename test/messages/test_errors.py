@@ -351,13 +351,13 @@ def test_dictionaries_that_are_keyword_arguments():
 
 
 NAMED_PARAMS = dict(shared.named_parameters())
-ARGUMENTS = [
+SIGNATURES = [
     (lambda X: shared(X), NAMED_PARAMS, r"\(params, X\).*params as a list"),
     (lambda p, X: shared(X), list(NAMED_PARAMS.values()), r"with \(X\).*params as a dictionary"),
 ]
 
 
-@pytest.mark.parametrize("model, params, match", ARGUMENTS)
+@pytest.mark.parametrize("model, params, match", SIGNATURES)
 def test_functions_of_other_arguments(model: Callable, params: Any, match: str):
     refused(TypeError, match, model=model, params=params)
 
@@ -388,6 +388,10 @@ def dice(z: Tensor, y: Tensor) -> Tensor:
 
 def contrastive(z: Tensor, y: Tensor) -> Tensor:
     return (z @ z.T).softmax(1).diagonal().sum()
+
+
+def dropped(z: Tensor, y: Tensor) -> Tensor:
+    return F.dropout(z, 0.5).square().sum()
 
 
 #: A loss and a target, refused with a ValueError.
@@ -430,7 +434,7 @@ FUNCTIONS: list[tuple[Callable, str, str]] = [
     (lambda z, y: z.square().sum(1), "sum", "must return a real scalar tensor"),
     (lambda z, y: z.square().sum() * 1j, "sum", "must return a real scalar tensor.*complex"),
     (lambda z, y: 1.0, "sum", "must return a real scalar tensor.*float"),
-    (lambda z, y: F.dropout(z, 0.5).square().sum(), "sum", "random ones"),
+    (dropped, "sum", "random ones"),
     (CE, "sum", "contradicts the loss's own, 'mean'"),
     (dice, "none", "'none', expected 'sum' or 'mean'"),
 ]
@@ -441,13 +445,11 @@ def test_functions_as_losses(loss: Callable, reduction: str, match: str):
     refused(ValueError, match, loss=loss, reduction=reduction)
 
 
-SIZE, OTHER_LENGTH = (
-    r"batch_size_fn\(X\) must be an integer >= 0, got",
-    "a last axis of length 4, o",
-)
+LENGTH = "Batch 1 has outputs with a last axis of length 4, others 3.*reduction='sum'"
+SIZE = r"batch_size_fn\(X\) must be an integer >= 0, got"
 #: Arguments, refused with a ValueError.
-NUMBERS: list[tuple[dict[str, Any], str]] = [
-    ({"loss": MSE, **LENGTHS}, f"Batch 1 has outputs with {OTHER_LENGTH}.*reduction='sum'"),
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"loss": MSE, **LENGTHS}, LENGTH),
     ({"model": ROOT}, "gradient on batch 0 is not finite in parameter 'scale'"),
     *(({"data": [DATA[0], (NAN, Y)], "kind": kind}, "loss on batch 1 is nan") for kind in KINDS),
     ({"num_data": 6}, "num_data is 6, but data has 5 samples"),
@@ -457,8 +459,8 @@ NUMBERS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, match", NUMBERS)
-def test_numbers_and_batches(arguments: dict, match: str):
+@pytest.mark.parametrize("arguments, match", ARGUMENTS)
+def test_arguments_and_batches(arguments: dict, match: str):
     refused(ValueError, match, **arguments)
 
 
@@ -549,8 +551,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 WEIGHTS = [torch.ones(3, 3)]
 RANDOM = {"model": lambda x: (x + torch.randn_like(x)) @ WEIGHTS[0], "params": WEIGHTS}
-DROPPED = {"loss": FUNCTIONS[5][0], "reduction": "sum", "data": [(X[:1], Y[:1])]}
-MISSED: list[tuple[dict[str, Any], Error, str]] = [
+DROPPED = {"loss": dropped, "reduction": "sum", "data": [(X[:1], Y[:1])]}
+OTHERS: list[tuple[dict[str, Any], Error, str]] = [
     ({"data": X, "progressbar": Y}, TypeError, WRAP),
     ({"batch_size_fn": 5}, TypeError, "batch_size_fn must be a function.*got int"),
     ({"loss": "loss"}, TypeError, "loss_func must be callable"),
@@ -564,7 +566,7 @@ MISSED: list[tuple[dict[str, Any], Error, str]] = [
 
 
 @pytest.mark.parametrize(
-    "options, error, match", [*((o, ValueError, match) for o, match in OPTIONS), *MISSED]
+    "options, error, match", [*((o, ValueError, match) for o, match in OPTIONS), *OTHERS]
 )
 def test_options(options: dict, error: Error, match: str):
     with pytest.raises(error, match=match):
