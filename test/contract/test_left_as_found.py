@@ -6,12 +6,16 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+import small
 import torch
 from contract import ALL, CASES, matrix
+from models import Using
 from problems import Problem
+from small import CE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,13 +47,8 @@ class Counting(nn.Module):
         return x
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTM(3, 3, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x.unsqueeze(1))[0][:, 0]
+def last_state(s: Using, x: Tensor) -> Tensor:
+    return s.cell(x.unsqueeze(1))[0][:, 0]
 
 
 def weight_normed() -> nn.Module:
@@ -66,7 +65,7 @@ def model() -> nn.Module:
         nn.BatchNorm1d(3).eval(),
         nn.ReLU(inplace=True),
         Counting(),
-        Recurrent(),
+        Using(last_state, cell=nn.LSTM(3, 3, batch_first=True)),
         weight_normed(),
         nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)).eval(),
         nn.Linear(3, 3),
@@ -80,11 +79,14 @@ def model() -> nn.Module:
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(n, 3, generator=generator), torch.randint(3, (n,), generator=generator))
-        for n in (3, 2)
-    ]
+    return [(X.float(), y) for X, y in small.batches(3, 2)]
+
+
+def problem(net: Callable, data: Any = None, params: Any = None, loss: Any = CE) -> Problem:
+    params = list(net.parameters()) if params is None else params
+    data = batches() if data is None else data
+    reduction = None if loss is CE else "mean"
+    return Problem(net, loss, params, data, mc=True, reduction=reduction)
 
 
 def state(net: nn.Module) -> list:
@@ -127,16 +129,16 @@ def surroundings() -> list:
 
 def product(case: str, net: nn.Module, data) -> Callable[[], None]:
     """Build an operator; return a function that multiplies with it, also inside ``linearized``."""
-    params = [p for p in net.parameters() if p.ndim > 0]
-    entry = ALL[case]
-    arguments = (params, data) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, data)
-    operator = entry.operator(net, *arguments, **dict(entry.arguments))
+    p = problem(net, data, [p for p in net.parameters() if p.ndim > 0])
+    operator = ALL[case].build(p)
 
     def multiply() -> None:
         operator @ torch.ones(operator.shape[1], 2)
         with operator.linearized():
             for _ in range(2):
                 operator @ torch.ones(operator.shape[1], 2)
+        if case == "kfac":
+            operator.update(batches()[0])
 
     return multiply
 
@@ -219,11 +221,7 @@ def test_closures(case: str):
     def closure(X: Tensor) -> Tensor:
         return X @ weight.T + bias
 
-    entry, params = ALL[case], [weight, bias]
-    arguments = (
-        (params, batches()) if not entry.takes_loss else (nn.CrossEntropyLoss(), params, batches())
-    )
-    operator = entry.operator(closure, *arguments, **dict(entry.arguments))
+    operator = ALL[case].build(problem(closure, params=[weight, bias]))
     operator @ torch.ones(operator.shape[1])
     assert not weight.requires_grad and bias.requires_grad
     assert weight.grad is None and torch.equal(bias.grad, torch.ones(3))
@@ -273,13 +271,11 @@ def test_loss(case: str, change: str, wrapped: bool):
     """Each evaluation starts from the buffers as found, after which they are as found."""
 
     def multiply(loss: Balanced) -> Callable[[], Tensor]:
-        entry, net = ALL[case], nn.Linear(3, 3)
+        net = nn.Linear(3, 3)
         nn.init.ones_(net.weight), nn.init.zeros_(net.bias)
         function = (lambda output, y: loss(output, y)) if wrapped else loss
-        options = dict(entry.arguments) | ({"fisher_type": "empirical"} if case == "kfac" else {})
-        operator = entry.operator(
-            net, function, list(net.parameters()), batches(), reduction="mean", **options
-        )
+        options = {"fisher_type": "empirical"} if case == "kfac" else {}
+        operator = ALL[case].build(problem(net, loss=function), **options)
         return lambda: operator @ torch.ones(operator.shape[1])
 
     loss = Balanced(change)
@@ -298,13 +294,11 @@ def test_loss(case: str, change: str, wrapped: bool):
 def test_loss_of_tensors_that_the_model_keeps():
     """Tensors that the model keeps have derivatives in the loss of the same pass only."""
     net = Keeping()
-    params = list(net.parameters())
-    data = [(torch.ones(2, 3), None)]
 
     def loss(output: Tensor, _: None) -> Tensor:
         return output.sum(1).mean() + net.size + sum(net.cubes)
 
-    operator = ALL["hessian"].operator(net, loss, params, data, reduction="mean")
+    operator = ALL["hessian"].build(problem(net, [(torch.ones(2, 3), None)], loss=loss))
     for _ in range(3):
         torch.testing.assert_close(operator @ torch.eye(3), 8 * torch.eye(3))
     assert not net.cubes
@@ -341,10 +335,7 @@ def test_checkpoints_that_read_what_the_pass_has_left(case: str):
         net = Masked(again).double()
         net(torch.randn(3, 3).double())  # what is left of another batch must not be used
         before = state(net)
-        data = [(X.double(), y) for X, y in batches()]
-        arguments = (nn.CrossEntropyLoss(),) if ALL[case].takes_loss else ()
-        options = dict(ALL[case].arguments)
-        operator = ALL[case].operator(net, *arguments, list(net.parameters()), data, **options)
+        operator = ALL[case].build(problem(net, small.batches(3, 2)))
         v = torch.randn(operator.shape[1], generator=torch.Generator().manual_seed(0)).double()
         found.append([operator @ v for _ in range(3)])
         assert state(net) == before
@@ -401,7 +392,7 @@ def test_attributes_of_parameters_and_buffers(kind: str, case: str):
         if kind == "copies":
             params = {name: param.detach().clone() for name, param in net.named_parameters()}
         data = [(torch.rand(n, 3).double(), torch.randint(2, (n,))) for n in (4, 3)]
-        return net, ALL[case].build(Problem(net, nn.CrossEntropyLoss(), params, data, mc=True))
+        return net, ALL[case].build(problem(net, data, params))
 
     (net, operator), (_, expected) = build(Attached), build(Halved)
     with operator.linearized():
@@ -410,44 +401,14 @@ def test_attributes_of_parameters_and_buffers(kind: str, case: str):
     assert net[0].weight.count == 0
 
 
-# --- models and loaders that draw random numbers
-
-
-def drawn() -> tuple[float, float, float]:
-    """Draw from all global generators."""
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def seed() -> None:
-    """Seed all global generators."""
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients"])
-def test_generators_are_restored_after_models_that_draw(case: str):
+def test_generators_are_restored_after_models_and_loaders_that_draw(case: str):
     net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).eval()
-    p = Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), batches(), mc=True)
-    operator = ALL[case].build(p, check_deterministic=False)
+    data = DataLoader(TensorDataset(*batches()[0]), batch_size=2)
+    operator = ALL[case].build(problem(net, data), check_deterministic=False)
     operator @ torch.ones(12)
     net.train()
-    seed()
-    first = drawn()
-    seed()
+    around = surroundings()
     for _ in range(3):
         operator @ torch.ones(12)
-    assert drawn() == first
-
-
-def test_generators_are_restored_after_loaders_that_draw():
-    net, (batch, _) = nn.Linear(3, 3), batches()
-    data = DataLoader(TensorDataset(*batch), batch_size=2)
-    p = Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), data, mc=True)
-    operator, K = ALL["ggn"].build(p), ALL["kfac"].build(p)
-    seed()
-    first = drawn()
-    seed()
-    operator @ torch.ones(12)
-    K.update(batch)
-    assert drawn() == first
+        assert surroundings() == around

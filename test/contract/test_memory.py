@@ -1,4 +1,4 @@
-"""Memory of products and of gradients of samples, and errors for want of memory."""
+"""Memory of construction, products and gradients of samples, and errors for want of memory."""
 
 import gc
 import weakref
@@ -6,13 +6,16 @@ from typing import ClassVar
 
 import pytest
 import torch
-from contract import ALL, CASES, vectors
+from contract import ALL, vectors
 from live_bytes import LiveBytes
+from problems import Problem
+from small import CE, MSE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import curvlinops
+from curvlinops import TorchLinearOperator
 
 
 def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -21,16 +24,35 @@ def deep(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(batch, 64), torch.randn(batch, 64)
 
 
+def gradient_peak(model: nn.Module, X: Tensor, y: Tensor) -> int:
+    """Return the memory that one gradient needs."""
+    params = list(model.parameters())
+    loss = nn.functional.mse_loss
+    return LiveBytes().peaks(lambda: torch.autograd.grad(loss(model(X), y), params))[0]
+
+
+def build(
+    case: str, model: nn.Module, X: Tensor, y: Tensor, batches: int = 1, loss: nn.Module = MSE
+) -> TorchLinearOperator:
+    return ALL[case].build(Problem(model, loss, list(model.parameters()), [(X, y)] * batches, True))
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_construction_needs_one_gradient_of_one_batch(case: str):
+    build(case, *deep(10))  # a process keeps some tables
+    model, X, y = deep(1000)
+    live = LiveBytes()
+    peaks = live.peaks(lambda: build(case, model, X, y, batches=3))
+    assert max(peaks) <= 1.3 * gradient_peak(model, X, y)
+    assert live.now <= 1000
+
+
 @pytest.mark.parametrize("case", ["ggn", "fisher"])
 def test_single_products_need_little_more_than_a_gradient(case: str):
     model, X, y = deep(10000)
-    params = list(model.parameters())
-    gradient = LiveBytes().peaks(
-        lambda: torch.autograd.grad(nn.functional.mse_loss(model(X), y), params)
-    )[0]
-    operator = CASES[case].operator(model, nn.MSELoss(), params, [(X, y)])
+    operator = build(case, model, X, y)
     v = vectors(operator)
-    assert max(LiveBytes().peaks(lambda: operator @ v)) <= 1.5 * gradient
+    assert max(LiveBytes().peaks(lambda: operator @ v)) <= 1.5 * gradient_peak(model, X, y)
 
 
 def images() -> tuple[nn.Module, Tensor]:
@@ -90,9 +112,7 @@ class Watched(nn.Sequential):
 @pytest.mark.parametrize("case", ALL)
 def test_activations_do_not_wait_for_the_garbage_collector(case: str):
     model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    loss = (nn.MSELoss(),) if ALL[case].takes_loss else ()
-    data = [(torch.randn(5, 4), torch.randn(5, 2)) for _ in range(2)]
-    operator = ALL[case].operator(model, *loss, list(model.parameters()), data)
+    operator = build(case, model, torch.randn(5, 4), torch.randn(5, 2), batches=2)
     run = getattr(operator, "compute_kronecker_factors", lambda: operator @ vectors(operator))
     run()
     gc.collect()
@@ -135,13 +155,11 @@ NO_MEMORY = [
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("case", ["hessian", "fisher", "gradients", "kfac"])
 def test_want_of_memory_is_no_reason_to_do_something_else(case: str, error: Exception):
-    entry, data = ALL[case], [(torch.randn(40, 3).double(), torch.randint(2, (40,)))]
+    data = torch.randn(40, 3).double(), torch.randint(2, (40,))
 
     def run(at: int) -> None:
         RUNS.clear()
-        model = Exhausted(error, at)
-        loss = (nn.CrossEntropyLoss(),) if entry.takes_loss else ()
-        operator = entry.operator(model, *loss, list(model.parameters()), data)
+        operator = build(case, Exhausted(error, at), *data, loss=CE)
         operator @ vectors(operator)
         if case == "gradients":
             operator.norms()
@@ -175,12 +193,8 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
-    H, single = (
-        curvlinops.HessianLinearOperator(
-            model, nn.MSELoss(), list(model.parameters()), data, chunk_size=chunk_size
-        )
-        for chunk_size in (None, 1)
-    )
+    p = Problem(model, MSE, list(model.parameters()), data, mc=True)
+    H, single = (ALL["hessian"].build(p, chunk_size=size) for size in (None, 1))
     V = torch.randn(H.shape[1], 16).double()
     expected = single @ V
     with H.linearized(), Scarce(5000) as memory:

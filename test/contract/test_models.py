@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -204,11 +205,8 @@ def data_with_a_history() -> tuple[dict, dict]:
     model, other = mlp(), nn.Linear(3, 3).double()
     data = [(X, model(X) + 1 + X) for X in (other(X) for X, _ in batches(4, 2))]
     values = [(X.detach(), y.detach()) for X, y in data]
-    return {"model": model, "loss": MSE, "data": data}, {
-        "model": model,
-        "loss": MSE,
-        "data": values,
-    }
+    plain = {"model": model, "loss": MSE, "data": values}
+    return plain | {"data": data}, plain
 
 
 @twins
@@ -225,6 +223,20 @@ def closures_with_a_graph_from_outside() -> tuple[dict, dict]:
 
 
 @twins
+def parameters_in_a_parameter_dict() -> tuple[dict, dict]:
+    params = nn.ParameterDict(mlp()[0].named_parameters())
+    special = {"model": lambda p, x: F.linear(x, **p), "params": params}
+    return special, special | {"params": dict(params)}
+
+
+@twins
+def parameters_in_a_parameter_list() -> tuple[dict, dict]:
+    params = list(mlp()[0].parameters())
+    plain = {"model": lambda x: F.linear(x, *params), "params": params}
+    return plain | {"params": nn.ParameterList(params)}, plain
+
+
+@twins
 def targets_in_other_containers() -> tuple[dict, dict]:
     def loss(z: Tensor, target: UserDict) -> Tensor:
         return F.cross_entropy(z, target["labels"])
@@ -232,6 +244,62 @@ def targets_in_other_containers() -> tuple[dict, dict]:
     data = [(X, UserDict(labels=y)) for X, y in batches(4, 2)]
     special = {"model": mlp(), "data": data, "loss": loss, "reduction": "mean"}
     return special, {"model": mlp()}
+
+
+def losses(special: Callable, plain: Callable, data: list | None = None) -> tuple[dict, dict]:
+    """Return a sum and the same of the usual batches."""
+    problem = {"model": mlp(), "loss": plain, "reduction": "sum"}
+    return problem | {"loss": special, "data": data}, problem
+
+
+@twins
+def losses_that_overwrite_the_output() -> tuple[dict, dict]:
+    def loss(z: Tensor, y: Tensor, write: Callable = Tensor.mul_) -> Tensor:
+        return write(z, y[:, None] + 1.0).tanh().square().sum()
+
+    return losses(loss, functools.partial(loss, write=torch.mul))
+
+
+@twins
+def losses_with_a_scripted_module() -> tuple[dict, dict]:
+    def loss(teacher: Callable, z: Tensor, y: Tensor) -> Tensor:
+        return (z - teacher(y.double()[:, None])).square().sum()
+
+    teacher = nn.Linear(1, 3).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(teacher, torch.ones(2, 1).double())
+    return losses(functools.partial(loss, traced), functools.partial(loss, teacher))
+
+
+@twins
+def weights_of_classes_in_the_target() -> tuple[dict, dict]:
+    def loss(z: Tensor, target: dict) -> Tensor:
+        terms = F.cross_entropy(z, target["labels"], reduction="none")
+        return (terms * target["weight"][target["labels"]]).sum()
+
+    weight = torch.tensor([0.3, 2.0, 1.1]).double()
+    data = [(X, {"labels": y, "weight": weight}) for X, y in batches(4, 2)]
+    return losses(loss, functools.partial(F.cross_entropy, weight=weight, reduction="sum"), data)
+
+
+@twins
+def batches_that_functions_take_things_out_of() -> tuple[dict, dict]:
+    def model(s: Using, X: dict) -> Tensor:
+        assert X.keys() == {"inputs"}
+        X["seen"] = 1
+        return s.net(X.pop("inputs")[0])
+
+    def loss(z: Tensor, target: dict) -> Tensor:
+        return F.cross_entropy(z, target["of"].pop("labels"), reduction="sum")
+
+    plain = {
+        "model": Using(lambda s, X: s.net(X), net=mlp()),
+        "loss": nn.CrossEntropyLoss(reduction="sum"),
+    }
+    data = [({"inputs": [x]}, {"of": {"labels": y}}) for x, y in batches(4, 2)]
+    options = {"reduction": "sum", "batch_size_fn": lambda X: len(X["inputs"][0])}
+    return {"model": Using(model, net=mlp()), "loss": loss, "data": data, **options}, plain
 
 
 def tangent(by_hand: bool) -> nn.Module:

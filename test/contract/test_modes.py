@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,8 @@ import problems
 import pytest
 import torch
 from contract import ALL, vectors
+from models import Using
+from quantities import ALGORITHMS, METHODS
 from small import SQUARE, batches, build, mlp
 from torch import Tensor, nn
 
@@ -88,67 +90,28 @@ def test_gradients_with_respect_to_vectors(case: str, mode: Callable, columns: t
     assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
 
 
-ONES = torch.ones(20)
-
-
-def _kronecker() -> C.KroneckerProductLinearOperator:
-    return C.KroneckerProductLinearOperator(spd(5), spd(4, 1))
-
-
 @cache
 def _problem() -> problems.Problem:
     return problems.make(PROBLEM)
 
 
-def _kfac(case: str = "kfac") -> Any:
-    return ALL[case].build(_problem())
+def _kfac() -> C.KFACLinearOperator:
+    return ALL["kfac"].build(_problem())
 
 
-def dense(operator: C.TorchLinearOperator) -> Tensor:
-    """Return the matrix."""
-    return operator.to_dense()
+def _computed(case: str, options: dict, function: Callable) -> Any:
+    return function(ALL[case].build(_problem(), **options))
+
+
+def _solved(compute: Callable) -> Any:
+    return compute(ALL["ggn"].build(_problem()).damped(1.0))
 
 
 COMPUTED: dict[str, Callable[[], Any]] = {
-    "trace": lambda: _kronecker().trace(),
-    "logdet": lambda: _kronecker().logdet(),
-    "inverse": lambda: dense(_kronecker().inverse(damping=0.1)),
-    "power": lambda: dense(_kronecker() ** -0.5),
-    "product": lambda: dense(_kronecker() @ _kronecker()),
-    "sample": lambda: _kronecker().sample(torch.Generator().manual_seed(0), 3),
-    "eigh": lambda: dense(C.EighDecomposedLinearOperator(ONES, spd(20))),
-    "factors": lambda: tuple(_kfac().gradient_covariances.values()),
-    "kfac inverse": lambda: dense(_kfac().inverse(damping=1e-2)),
-    "heuristic": lambda: dense(_kfac().inverse(damping=1e-2, use_heuristic_damping=True)),
-    "ekfac inverse": lambda: dense(_kfac("ekfac").inverse(damping=1e-2)),
-    "kfac state": lambda: _kfac().state_dict(),
-    "gradient": lambda: _kfac("ggn").gradient_and_loss(),
-    "diagonal": lambda: _kfac("ggn-diagonal").diagonal(),
-    "gram": lambda: _kfac("jacobian").gram(),
-    "rows": lambda: _kfac("gradients").dense(),
-    "rows' gram": lambda: _kfac("gradients").gram(),
-    "second moment": lambda: _kfac("gradients").second_moment(),
-    "submatrix": lambda: dense(C.SubmatrixLinearOperator(spd(20), range(9), range(5))),
-    "cg": lambda: dense(C.CGInverseLinearOperator(spd(20))),
-    "minres": lambda: dense(C.MINRESInverseLinearOperator(spd(20))),
-    "lsmr": lambda: dense(C.LSMRInverseLinearOperator(spd(20))),
-    "neumann": lambda: dense(C.NeumannInverseLinearOperator(spd(20), scale=0.01)),
-    "eigsh": lambda: tuple(C.eigsh(spd(20), 2, seed=0)),
-    "xtrace": lambda: C.xtrace(spd(20), 8, seed=0),
-    "xnystrace": lambda: C.xnystrace(spd(20), 8, seed=0),
-    "hutchinson_trace": lambda: C.hutchinson_trace(spd(20), 8, seed=0),
-    "hutchpp_trace": lambda: C.hutchpp_trace(spd(20), 9, seed=0),
-    "lanczos_logdet": lambda: C.lanczos_logdet(spd(20), 5, seed=0),
-    "density": lambda: C.lanczos_approximate_spectrum(spd(20), 5, seed=0),
-    "kept density": lambda: C.LanczosApproximateSpectrumCached(
-        spd(20), 5, seed=0
-    ).approximate_spectrum(2),
+    **{name: partial(_computed, *method) for name, method in METHODS.items()},
+    **{name: partial(_solved, compute) for name, compute in ALGORITHMS.items()},
+    "matrices": lambda: C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1)).to_dense(),
     "dottest": lambda: C.dottest(spd(20), seed=0),
-    "power of the identity": lambda: dense(C.IdentityLinearOperator(9, 4.0) ** 0.5),
-    "preconditioned cg": lambda: dense(
-        C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1))
-    ),
-    "xtrace to a tolerance": lambda: C.xtrace(spd(20), 4, "gaussian", rtol=0.1, seed=0),
 }
 
 
@@ -162,16 +125,11 @@ def test_methods_and_algorithms(kind: str, mode: str):
 
 
 def test_autocast_inside_the_model_stays():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
+    def inner(s: Using, X: Tensor) -> Tensor:
+        with half():
+            return s.inner(X).float()
 
-        def forward(self, X: Tensor) -> Tensor:
-            with half():
-                return self.inner(X).float()
-
-    model, X, y = Half(), torch.randn(6, 4), torch.randint(3, (6,))
+    model, X, y = Using(inner, inner=nn.Linear(4, 3)), torch.randn(6, 4), torch.randint(3, (6,))
     loss = nn.CrossEntropyLoss()
     arguments = (loss, list(model.parameters()), [(X, y)])
     G, full = (C.GGNLinearOperator(m, *arguments) for m in (model, model.inner))
@@ -210,22 +168,18 @@ def test_gradients_are_not_recorded_where_inference_is_all():
 # --- compiled functions that use operators
 
 
-def _compiled(case: str) -> dict[str, Callable[[Tensor], Tensor]]:
-    p = problems.make("mlp-ce-all-mean")
-    A = ALL[case].build(p)
-    return {
-        "product": lambda v: 2 * (A @ v),
-        "method": lambda v: 2 * A.matvec(v) + A.rmatvec(A.matmat(v[:, None]))[:, 0].sum(),
-    }
+COMPILED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "hessian": lambda A, v: 2 * (A @ v),
+    "kfac": lambda A, v: 2 * A.matvec(v) + A.rmatvec(A.matmat(v[:, None]))[:, 0].sum(),
+}
 
 
 @pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
-@pytest.mark.parametrize("case, kind", [("hessian", "product"), ("kfac", "method")])
-def test_compiled(case: str, kind: str):
-    function = _compiled(case)[kind]
-    v = vectors(ALL[case].build(problems.make("mlp-ce-all-mean")))
-    x, y = (v.clone().requires_grad_() for _ in range(2))
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled(case: str):
+    function = partial(COMPILED[case], ALL[case].build(problems.make("mlp-ce-all-mean")))
+    x, y = (torch.ones(27, dtype=torch.float64, requires_grad=True) for _ in range(2))
     expected = function(x)
     torch._dynamo.reset()
     found = torch.compile(function, backend="eager")(y)
@@ -237,27 +191,18 @@ def test_compiled(case: str, kind: str):
 # --- threads
 
 
-class Slow(nn.Module):
-    """A model in whose forward pass other threads have their turn."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, X: Tensor) -> Tensor:
-        time.sleep(1e-3)
-        return self.net(X)
+def slow(s: Using, X: Tensor) -> Tensor:
+    time.sleep(1e-3)  # other threads have their turn
+    return s.net(X)
 
 
 @pytest.mark.parametrize("kind", [*SQUARE, C.KFACLinearOperator])
 def test_several_threads_use_one_model(kind: type):
-    model = Slow()
-    operators = [
-        build(
-            kind, model, params={name: scale * p.detach() for name, p in model.named_parameters()}
-        )
-        for scale in (1.0, 2.0)
+    model = Using(slow, net=mlp())
+    params = [
+        {name: scale * p.detach() for name, p in model.named_parameters()} for scale in (1.0, 2.0)
     ]
+    operators = [build(kind, model, params=scaled) for scaled in params]
     v = torch.arange(31.0).cos().double()
     expected = [operator @ v for operator in operators]
     with ThreadPoolExecutor(4) as pool:

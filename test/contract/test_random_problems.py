@@ -8,6 +8,7 @@ import torch
 from contract import error, matrix
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from models import Using
 from problems import Problem, bits, ignored, indices, probabilities
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,39 +20,15 @@ COLUMNS, CLASSES = 3, 3
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
 
 
-class Residual(nn.Module):
-    """Adds the input, and uses its layer as often as asked."""
+def residual(width: int, times: int) -> nn.Module:
+    """Return a layer that is used as often as asked, each time beside its input."""
 
-    def __init__(self, width: int, times: int):
-        super().__init__()
-        self.layer, self.times = nn.Linear(width, width), times
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.times):
-            x = x + torch.tanh(self.layer(x))
+    def function(s: Using, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = x + torch.tanh(s.layer(x))
         return x
 
-
-class Output(nn.Module):
-    """A network whose output has its classes on axis 1."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).movedim(-1, 1)
-
-
-class Nested(nn.Module):
-    """Takes nested tensors, and computes with their sum."""
-
-    def __init__(self, net: nn.Module):
-        super().__init__()
-        self.net = net
-
-    def forward(self, X: Any) -> Tensor:
-        return self.net(sum(tree_leaves(X)))
+    return Using(function, layer=nn.Linear(width, width))
 
 
 @st.composite
@@ -70,7 +47,7 @@ def networks(draw: Any) -> nn.Module:
         if middle == "norm":
             layers.append(nn.LayerNorm(width))
         if middle == "residual":
-            layers.append(Residual(width, draw(st.integers(1, 2))))
+            layers.append(residual(width, draw(st.integers(1, 2))))
     return nn.Sequential(*layers, nn.Linear(width, CLASSES, bias=draw(st.booleans())))
 
 
@@ -111,12 +88,14 @@ def problems(draw: Any) -> Problem:
     positions = draw(st.sampled_from([(), (2,)]))
     loss, target = draw(losses(draw(st.sampled_from(["mean", "sum"]))))
     # where there are positions, cross-entropy wants the classes on axis 1, the others last
-    model = (Output(net) if isinstance(loss, nn.CrossEntropyLoss) else net).double()
+    moved = Using(lambda s, x: s.net(x).movedim(-1, 1), net=net)
+    model = (moved if isinstance(loss, nn.CrossEntropyLoss) else net).double()
     X = torch.randn(draw(st.integers(2, 4)), *positions, COLUMNS).double()
     y = target(model(X).detach())
     if draw(st.booleans()):
         other = torch.randn_like(X)
-        model, X = Nested(model), {"first": X - other, "others": [(other,)]}
+        model = Using(lambda s, X: s.net(sum(tree_leaves(X))), net=model)
+        X = {"first": X - other, "others": [(other,)]}
     data = batches(draw, X, y)
     names = draw(st.permutations([name for name, _ in model.named_parameters()]))
     names = names[: draw(st.integers(1, len(names)))]

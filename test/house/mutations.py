@@ -49,7 +49,7 @@ TESTS = {
         risk/linearized contract/modes""",
     "losses": """
         losses/losses risk/custom_functions messages/errors
-        contract/contract::test_samples_are_unbiased
+        contract/models contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac

@@ -1,12 +1,15 @@
 """Losses whose samples interact, on one batch that is all data: Hessian and GGN are defined."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import reference
 import torch
+from models import Using
+from problems import Problem
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops import (
@@ -23,6 +26,7 @@ torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
 PARAMS = list(MODEL.parameters())
 X, Y = torch.randn(6, 3).double(), torch.tensor([0, 0, 1, 1, 2, 2])
+V = torch.ones(36).double()
 
 
 def info_nce(z: Tensor, y: Tensor) -> Tensor:
@@ -41,23 +45,12 @@ def barlow_twins(z: Tensor, y: Tensor) -> Tensor:
     return (correlation - torch.eye(2, dtype=z.dtype)).square().sum()
 
 
-def output(vector: Tensor) -> Tensor:
-    parts = vector.split([p.numel() for p in PARAMS])
-    named = zip(parts, MODEL.named_parameters(), strict=True)
-    return functional_call(MODEL, {n: v.view_as(p) for v, (n, p) in named}, (X,))
-
-
-def hessian(loss: Callable) -> Tensor:
-    vector = nn.utils.parameters_to_vector(PARAMS).detach()
-    return torch.autograd.functional.hessian(lambda v: loss(output(v), Y), vector)
-
-
-def gauss_newton(loss: Callable) -> Tensor:
-    vector = nn.utils.parameters_to_vector(PARAMS).detach()
-    J = torch.autograd.functional.jacobian(output, vector).flatten(0, 1)
-    z = output(vector)
-    H = torch.autograd.functional.hessian(lambda rows: loss(rows.view_as(z), Y), z.flatten())
-    return J.T @ H @ J
+def whole(loss: Callable) -> Problem:
+    """A problem of the references, whose only sample is the batch."""
+    model = Using(lambda s, x: s.net(x[0]), net=MODEL)
+    return Problem(
+        model, lambda z, y: loss(z, y[0]), PARAMS, [(X[None], Y[None])], mc=False, reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -67,13 +60,12 @@ def test_one_batch(loss: Callable, reduction: str, data: Any):
     """The reduction does not matter: the value of the loss is L."""
     arguments = MODEL, loss, PARAMS, data
     H = HessianLinearOperator(*arguments, reduction=reduction)
-    torch.testing.assert_close(H.to_dense(), hessian(loss))
+    torch.testing.assert_close(H.to_dense(), reference.hessian(whole(loss)))
     torch.testing.assert_close(H.gradient_and_loss()[1], loss(MODEL(X), Y))
-    G = GGNLinearOperator(*arguments, reduction=reduction)
-    torch.testing.assert_close(G.to_dense(), gauss_newton(loss))
-    v = torch.ones(len(G.to_dense())).double()
+    G, expected = GGNLinearOperator(*arguments, reduction=reduction), reference.ggn(whole(loss))
+    torch.testing.assert_close(G.to_dense(), expected)
     with G.linearized():
-        torch.testing.assert_close(G @ (G @ v), gauss_newton(loss) @ gauss_newton(loss) @ v)
+        torch.testing.assert_close(G @ (G @ V), expected @ expected @ V)
 
 
 class Unsized:
@@ -95,30 +87,27 @@ def test_other_data(kind: type, data: Any, check: bool):
 def test_a_second_batch_comes_later():
     data = [(X, Y)]
     H = HessianLinearOperator(MODEL, info_nce, PARAMS, data, reduction="mean")
-    v = torch.ones(H.shape[1]).double()
-    expected = H @ v
+    expected = H @ V
     data.append((X, Y))
     for _ in range(2):
         with pytest.raises(ValueError, match="info_nce is not the mean"):
-            H @ v
+            H @ V
     data.pop()
-    torch.testing.assert_close(H @ v, expected)
+    torch.testing.assert_close(H @ V, expected)
 
 
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        (EFLinearOperator, {}),
-        (PerSampleGradientLinearOperator, {}),
-        (GGNDiagonalLinearOperator, {}),
-        (KFACLinearOperator, {"fisher_type": "empirical"}),
-    ],
-)
-def test_quantities_of_samples(kind: type, options: dict):
-    with pytest.raises(ValueError, match="info_nce is not the mean of its samples' losses"):
-        kind(MODEL, info_nce, PARAMS, [(X, Y)], reduction="mean", **options)
+EMPIRICAL = partial(KFACLinearOperator, fisher_type="empirical")
+NO_SUM, UNKNOWN = "is not the mean of its samples' losses", "is not known as"
+OF_SAMPLES: list[tuple[Callable, type[Exception], str]] = [
+    (EFLinearOperator, ValueError, NO_SUM),
+    (PerSampleGradientLinearOperator, ValueError, NO_SUM),
+    (GGNDiagonalLinearOperator, ValueError, NO_SUM),
+    (EMPIRICAL, ValueError, NO_SUM),
+    (FisherMCLinearOperator, NotImplementedError, UNKNOWN),
+]
 
 
-def test_sampled_fisher():
-    with pytest.raises(NotImplementedError, match="info_nce is not known as"):
-        FisherMCLinearOperator(MODEL, info_nce, PARAMS, [(X, Y)], reduction="mean")
+@pytest.mark.parametrize("kind, error, match", OF_SAMPLES)
+def test_quantities_of_samples(kind: Callable, error: type[Exception], match: str):
+    with pytest.raises(error, match=f"info_nce {match}"):
+        kind(MODEL, info_nce, PARAMS, [(X, Y)], reduction="mean")

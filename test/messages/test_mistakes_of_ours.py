@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Using
 from small import build, dense, mlp
 from torch import Tensor, nn
 
@@ -20,15 +21,10 @@ from curvlinops import (
 )
 
 
-class Solve(nn.Module):
-    """Has a parameter without a rule."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.solve(self.weight, x.T).T
+def solve() -> nn.Module:
+    """A parameter without a rule."""
+    function = lambda s, x: torch.linalg.solve(s.weight, x.T).T  # noqa: E731
+    return Using(function, weight=torch.eye(3, dtype=torch.float64))
 
 
 def rows(model: nn.Module, **options: Any) -> Tensor:
@@ -62,7 +58,7 @@ FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "layers.samples.RecordedBatch": rows,
     "layers.recorded._perturbed": dead,
     "layers.recorded.graph_nodes": rows,
-    "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(Solve().double(), m)),
+    "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(solve(), m)),
     "layers.fallback.gradient": decayed,
     "losses.generic.select_samples": lambda m: build(
         HessianLinearOperator, m, loss=penalized, reduction="sum"

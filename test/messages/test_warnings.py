@@ -1,8 +1,6 @@
 """Warnings name the user's line, from wherever they are issued."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from inspect import currentframe
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,55 +9,24 @@ import torch
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor, nn
 
-import curvlinops
+import curvlinops as C
 
-X, Y = torch.randn(6, 3), torch.randint(2, (6,))
-
-
-@contextmanager
-def warned_at(line: int, match: str) -> Iterator[None]:
-    """Expect one warning, at a line of this file."""
-    with pytest.warns(UserWarning, match=match) as record:
-        yield
-    (found,) = {(warning.filename, warning.lineno) for warning in record}
-    assert found == (__file__, line)
+DATA = [(torch.randn(6, 3), torch.randint(2, (6,)))]
+CE, NLL = nn.CrossEntropyLoss(), nn.NLLLoss()
+NORM = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+LOG = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
+LAYER = nn.Linear(3, 2)
+MATRIX = np.diag(np.arange(1.0, 31.0))
 
 
-def normalized() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+def params(model: nn.Module) -> list[Tensor]:
+    return list(model.parameters())
 
 
-@pytest.mark.parametrize("kind", [curvlinops.HessianLinearOperator, curvlinops.GGNLinearOperator])
-def test_construction(kind: Callable):
-    model = normalized()
-    arguments = model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]
-    with warned_at(currentframe().f_lineno + 1, "BatchNorm in train mode"):
-        kind(*arguments)
-
-
-def test_jacobians():
-    model = normalized()
-    with warned_at(currentframe().f_lineno + 1, "BatchNorm in train mode"):
-        curvlinops.JacobianLinearOperator(model, list(model.parameters()), [(X, Y)])
-
-
-@pytest.mark.parametrize("wrap", [lambda H: H, lambda H: aslinearoperator(np.eye(34)) @ H])
-def test_products(wrap: Callable):
-    model = normalized().eval()
-    H = curvlinops.HessianLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]
-    )
-    model.train()
-    A, v = wrap(H), np.ones(H.shape[1])
-    with warned_at(currentframe().f_lineno + 1, "BatchNorm in train mode"):
-        A @ v
-
-
-def test_linear_losses():
-    model = nn.Sequential(nn.Linear(3, 2), nn.LogSoftmax(1))
-    arguments = model, nn.NLLLoss(), list(model.parameters()), [(X, Y)]
-    with warned_at(currentframe().f_lineno + 1, "is linear in the model's output"):
-        curvlinops.GGNLinearOperator(*arguments)
+def put_into_train_mode() -> C.HessianLinearOperator:
+    H = C.HessianLinearOperator(NORM.eval(), CE, params(NORM), DATA)
+    NORM.train()
+    return H
 
 
 class Sine(torch.autograd.Function):
@@ -75,26 +42,30 @@ class Sine(torch.autograd.Function):
         return g * ctx.saved_tensors[0].cos()
 
 
-def test_custom_functions():
+def closure() -> C.HessianLinearOperator:
     """A closure cannot be evaluated at other parameters."""
-    layer = nn.Linear(3, 2)
-    H = curvlinops.HessianLinearOperator(
-        lambda x: Sine.apply(layer(x)), nn.CrossEntropyLoss(), list(layer.parameters()), [(X, Y)]
-    )
-    with warned_at(currentframe().f_lineno + 1, "cannot be compared with differences"):
-        H @ torch.ones(8)
+    return C.HessianLinearOperator(lambda x: Sine.apply(LAYER(x)), CE, params(LAYER), DATA)
 
 
-SOLVERS = {
-    "eigsh": lambda A: curvlinops.eigsh(A, 3, ncv=5, maxiter=0),
-    "trace": lambda A: curvlinops.hutchinson_trace(A, 10, rtol=1e-6, distribution="gaussian"),
-    "inverse": lambda A: curvlinops.CGInverseLinearOperator(A, maxiter=1) @ np.ones(30),
-}
+TRAIN, LINEAR = "BatchNorm in train mode", "NLLLoss is linear in the.*GGN is zero.*CrossEntropyLoss"
+#: Programs of one line, and the warning that names this line.
+PROGRAMS: list[tuple[Callable[[], object], str]] = [
+    (lambda: C.HessianLinearOperator(NORM.train(), CE, params(NORM), DATA), TRAIN),
+    (lambda: C.GGNLinearOperator(NORM.train(), CE, params(NORM), DATA), TRAIN),
+    (lambda: C.JacobianLinearOperator(NORM.train(), params(NORM), DATA), TRAIN),
+    (lambda: put_into_train_mode() @ np.ones(34), TRAIN),
+    (lambda: aslinearoperator(np.eye(34)) @ put_into_train_mode() @ np.ones(34), TRAIN),
+    (lambda: C.GGNLinearOperator(LOG, NLL, params(LOG), DATA), LINEAR),
+    (lambda: closure() @ torch.ones(8), "cannot be compared with differences"),
+    (lambda: C.eigsh(MATRIX, 3, ncv=5, maxiter=0), "not converged"),
+    (lambda: C.hutchinson_trace(MATRIX, 9, rtol=1e-6, distribution="gaussian"), "standard error"),
+    (lambda: C.CGInverseLinearOperator(MATRIX, maxiter=1) @ np.ones(30), "not solved"),
+]
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_solvers(name: str):
-    A = np.diag(np.arange(1.0, 31.0))
-    solve = SOLVERS[name]
-    with warned_at(solve.__code__.co_firstlineno, "not converged|standard error|not solved"):
-        solve(A)
+@pytest.mark.parametrize("program, match", PROGRAMS)
+def test_warnings(program: Callable[[], object], match: str):
+    with pytest.warns(UserWarning, match=match) as record:
+        program()
+    found = {(warning.filename, warning.lineno) for warning in record}
+    assert found == {(__file__, program.__code__.co_firstlineno)}

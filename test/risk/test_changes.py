@@ -22,7 +22,7 @@ from small import CE, batches, build, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops import FisherMCLinearOperator, HessianLinearOperator, KFACLinearOperator
+from curvlinops import HessianLinearOperator, KFACLinearOperator
 
 
 def _fused_adam(w: World) -> None:
@@ -253,9 +253,6 @@ def test_tied_entries_stay_equal():
         w.follows("ggn", lambda: w.params.update({"2.weight": one + 1.0}))
 
 
-# --- modules that functions use
-
-
 # --- changes that are refused
 
 
@@ -268,17 +265,6 @@ def test_replaced_parameters_are_noticed(case: str):
     model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
     with pytest.raises(ValueError, match=r"'0.weight'.*were replaced.*Build a new operator"):
         operator @ torch.ones(operator.shape[1])
-
-
-def test_losses_that_are_not_known_any_more():
-    """A hook makes it another loss, whose labels nobody knows how to sample."""
-    loss = nn.CrossEntropyLoss()
-    operator = build(FisherMCLinearOperator, mlp(), loss=loss)
-    v = torch.ones(operator.shape[1])
-    operator @ v
-    loss.register_forward_hook(lambda module, inputs, out: 3 * out)
-    with pytest.raises(NotImplementedError, match="not known as a negative log-likelihood"):
-        operator @ v
 
 
 @pytest.mark.parametrize("kind", [HessianLinearOperator, KFACLinearOperator])

@@ -1,5 +1,6 @@
 """Data: batches in containers and layouts of all kinds, and loaders."""
 
+import multiprocessing
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import matrix
+from contract import ALL, error, matrix, vectors
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import curvlinops
 from curvlinops.support.pytree import leaves, map_leaves, move, select_samples
@@ -64,6 +66,10 @@ def net() -> nn.Linear:
     return nn.Linear(3, 2).double()
 
 
+def flat(tensors: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors])
+
+
 def samples() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     X = torch.randn(N, 3, generator=generator, dtype=torch.float64)
@@ -85,13 +91,11 @@ def test_inputs_and_targets(kind: str):
     rows = curvlinops.PerSampleGradientLinearOperator(*arguments, reduction="mean").dense()
     for n in range(N):
         value = loss(model(X[n : n + 1]), wrap(y[n : n + 1]))
-        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(value, params)])
-        torch.testing.assert_close(rows[n], gradient)
+        torch.testing.assert_close(rows[n], flat(torch.autograd.grad(value, params)))
     H = curvlinops.HessianLinearOperator(*arguments, reduction="mean")
     grads = torch.autograd.grad(loss(model(X), wrap(y)), params, create_graph=True)
-    flat, v = torch.cat([g.flatten() for g in grads]), torch.ones(8).double()
-    truth = torch.cat([g.flatten() for g in torch.autograd.grad(flat @ v, params)])
-    torch.testing.assert_close(H @ v, truth)
+    v = torch.ones(8).double()
+    torch.testing.assert_close(H @ v, flat(torch.autograd.grad(flat(grads) @ v, params)))
 
 
 @pytest.mark.parametrize("kind", CONTAINERS)
@@ -159,7 +163,7 @@ def test_lists_of_things_for_each_sample_as_targets():
     torch.testing.assert_close(rows, expected)
 
 
-# --- layouts and loaders
+# --- layouts
 
 
 #: Batches cut from a tensor with 12 rows and 5 columns.
@@ -189,3 +193,62 @@ def test_batches_in_any_layout(name: str, dtype: torch.dtype):
         for data in ([(X, y)], [(X.clone(memory_format=torch.contiguous_format), y.clone())])
     )
     torch.testing.assert_close(matrix(found), matrix(expected), rtol=1e-12, atol=0)
+
+
+# --- loaders whose batches are read by processes of their own
+
+
+class Samples(Dataset):
+    """Samples that are made from their indices, in the process that reads them."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.arange(index, index + 3).sin(), index % 2
+
+
+#: Solvers, which linearize, and products, which do not.
+USES: dict[str, Callable[[curvlinops.TorchLinearOperator], Tensor]] = {
+    "product": lambda A: A @ vectors(A),
+    "eigsh": lambda A: curvlinops.eigsh(A, k=2).eigenvalues,
+    "CG": lambda A: curvlinops.CGInverseLinearOperator(A.damped(1.0)) @ vectors(A),
+}
+
+
+@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "kfac"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers(persistent: bool, case: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def build(**options) -> curvlinops.TorchLinearOperator:
+        data = DataLoader(Samples(), batch_size=4, **options)
+        return ALL[case].operator(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+
+    # a worker that hangs is an error
+    A = build(num_workers=2, persistent_workers=persistent, timeout=60)
+    for use in USES.values() if ALL[case].square else [USES["product"]]:
+        assert error(use(A), use(build())) <= 1e-5
+    if not persistent:
+        assert not multiprocessing.active_children()
+
+
+def test_workers_of_a_pass_that_fails():
+    """They are stopped, and the next pass has all data."""
+    model = nn.Linear(3, 2)
+    data = DataLoader(Samples(), batch_size=4, num_workers=2, timeout=60)
+    A = curvlinops.HessianLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), data
+    )
+    expected, seen = A @ vectors(A), []
+
+    def fail(module: nn.Module, inputs: tuple) -> None:
+        seen.append(inputs)
+        if len(seen) == 2:
+            raise ZeroDivisionError
+
+    with model.register_forward_pre_hook(fail), pytest.raises(ZeroDivisionError):
+        A @ vectors(A)
+    assert torch.equal(A @ vectors(A), expected)
+    assert not multiprocessing.active_children()

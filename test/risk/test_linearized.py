@@ -14,9 +14,10 @@ import pytest
 import scipy.sparse.linalg
 import torch
 from changeable import World
-from contract import ALL, error, vectors
+from contract import ALL, error, matrix, vectors
 from live_bytes import LiveBytes
 from problems import Problem
+from quantities import ALGORITHMS, ones
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -107,17 +108,6 @@ SOLVERS: dict[str, Callable[[C.TorchLinearOperator], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "user's"])
-def test_solvers_read_each_sample_once(case: str, name: str):
-    w = Counting()
-    A = OPERATORS[case](w.problem)
-    A @ vectors(A)  # the model is known now
-    w.forget()
-    SOLVERS[name](A)
-    assert w.read == len(w)
-
-
 def test_nothing_is_read_of_selected_samples():
     w = Counting()
     A = OPERATORS["gradients"](w.problem, subsampling=[5])  # none of the first batch
@@ -131,8 +121,12 @@ def test_nothing_is_read_of_selected_samples():
 def test_nothing_is_read_once_all_is_kept(case: str):
     w = Counting()
     A = OPERATORS[case](w.problem)
+    A @ vectors(A)  # the model is known now
     with A.linearized():
-        A @ vectors(A), A.T @ vectors(A, rows=True)
+        w.forget()
+        A @ vectors(A)
+        assert w.read == len(w)
+        A.T @ vectors(A, rows=True)
         w.forget()
         A @ vectors(A, 3)
         with A.linearized(), (2 * A).linearized():
@@ -230,12 +224,15 @@ WRITES: dict[str, tuple[str, Callable[[World], object]]] = {
     "buffer": ("norm.running_mean", lambda w: w.model.norm.running_mean.add_(1)),
     "state": ("first.weight", lambda w: w.model.load_state_dict(w.model.state_dict())),
     "train mode": ("norm.num_batches_tracked", lambda w: w.model.train()(w.data[0][0])),
+    "loss": ("weight of the loss", lambda w: w.loss.weight.mul_(2)),
 }
 
 
 @pytest.mark.parametrize("case", ["hessian", "gradients", "transposed", "sum", "CG"])
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_are_refused_by_name(write: str, case: str):
+    if (write, case) == ("loss", "transposed"):
+        return  # a Jacobian has no loss
     w, (name, change) = World(), WRITES[write]
     A = OPERATORS[case](w.problem)
     v = vectors(A)
@@ -249,55 +246,33 @@ def test_writes_are_refused_by_name(write: str, case: str):
     assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
 
 
-def test_writes_to_the_loss_are_refused_by_name():
-    w = World()
-    A = w.build("ggn")
-    with A.linearized():
-        A @ vectors(A)
-        w.loss.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="'weight of the loss' was overwritten"):
-            A @ vectors(A)
-
-
-def test_training():
-    w = World()
-    A, optimizer = w.build("hessian"), torch.optim.Adam(w.params, lr=0.1)
-    v = vectors(A)
-    for _ in range(3):
-        optimizer.zero_grad()
-        w.loss(w.model(w.data[0][0]), w.data[0][1]).backward()
-        optimizer.step()
-        expected = w.build("hessian") @ v
-        assert error(A @ v, expected) <= 1e-12
-        with A.linearized():
-            assert error(A @ v, expected) <= 1e-12
-
-
 def test_other_threads_are_outside():
     w, calls = World(), []
     A = w.build("ggn").damped(10.0)
-    v, inside, changed = vectors(A), threading.Event(), threading.Event()
+    v, inside, resumed = vectors(A), threading.Event(), threading.Event()
 
     def preconditioner(x: Tensor) -> Tensor:
         calls.append(x)
         if len(calls) == 2:  # after the first product
             inside.set()
-            assert changed.wait(20)
+            assert resumed.wait(60)
         return x
 
-    found = []
-    inverse = C.CGInverseLinearOperator(A, preconditioner=preconditioner)
-    thread = threading.Thread(target=lambda: found.append(inverse @ v))
-    expected, before = C.CGInverseLinearOperator(A) @ v, A @ v
+    def matrices() -> dict[str, Tensor]:
+        return {case: matrix(w.build(case)) for case in ALL}
+
+    inverse, found = C.CGInverseLinearOperator(A, preconditioner=preconditioner), []
+    thread = threading.Thread(target=lambda: found.append(inverse @ v), daemon=True)
+    expected, truth = C.CGInverseLinearOperator(A) @ v, matrices()
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(60)
+    meanwhile = matrices()
     w.params[0].data.mul_(3)
-    after = [A @ v, A.to_dense() @ v]
-    changed.set()
+    changed = A @ v, A.to_dense() @ v, w.build("ggn").damped(10.0) @ v
+    resumed.set()
     thread.join()
-    truth = w.build("ggn").damped(10.0) @ v
-    assert error(before, truth) > 1e-3
-    assert all(error(x, truth) <= 1e-12 for x in after)
+    assert all(torch.equal(meanwhile[case], truth[case]) for case in ALL)
+    assert error(changed[0], changed[2]) <= 1e-12 and error(changed[1], changed[2]) <= 1e-12
     assert error(found[0], expected) <= 1e-6  # the solver went on with what it had kept
 
 
@@ -338,13 +313,13 @@ def test_models_that_draw_random_numbers(case: str, cache: str | int):
 
 # --- what operators and algorithms are made of
 
-
+CG, MINRES = C.CGInverseLinearOperator, C.MINRESInverseLinearOperator
+LSMR, Neumann = C.LSMRInverseLinearOperator, C.NeumannInverseLinearOperator
 DIM = 8
-ONES = torch.ones(DIM, dtype=torch.float64)
 
 
 class Diagonal(C.TorchLinearOperator):
-    """A diagonal matrix that counts its products, and in how many it was linearized."""
+    """A diagonal matrix that counts its products, those inside `linearized()`, and its entries."""
 
     def __init__(self, self_adjoint: bool = True):
         super().__init__(C.ParameterSpace({"": (DIM,)}, torch.float64), self_adjoint=self_adjoint)
@@ -361,7 +336,8 @@ class Diagonal(C.TorchLinearOperator):
 
     @contextmanager
     def linearized(self) -> Iterator[None]:
-        self.depth, self.entries = self.depth + 1, self.entries + 1
+        self.entries += not self.depth
+        self.depth += 1
         try:
             yield
         finally:
@@ -381,31 +357,16 @@ OPERANDS: dict[str, tuple[Build, int]] = {
     "sum with structure": (lambda A, B: A + C.IdentityLinearOperator(DIM), 1),
     "product": (lambda A, B: A @ B, 2),
     "submatrix": (lambda A, B: C.SubmatrixLinearOperator(A, [0, 2], [1, 3]), 1),
-    "CG": (lambda A, B: C.CGInverseLinearOperator(A), 1),
-    "MINRES": (lambda A, B: C.MINRESInverseLinearOperator(A, damping=1.0), 1),
-    "LSMR": (lambda A, B: C.LSMRInverseLinearOperator(A), 1),
-    "Neumann": (lambda A, B: C.NeumannInverseLinearOperator(A), 1),
-    "CG, preconditioned": (lambda A, B: C.CGInverseLinearOperator(A, preconditioner=B), 2),
-    "Neumann, preconditioned": (
-        lambda A, B: C.NeumannInverseLinearOperator(A, preconditioner=B.T),
-        2,
-    ),
-    "function as preconditioner": (
-        lambda A, B: C.CGInverseLinearOperator(A, preconditioner=torch.clone),
-        1,
-    ),
-    "matrix as preconditioner": (
-        lambda A, B: C.CGInverseLinearOperator(A, preconditioner=torch.eye(DIM)),
-        1,
-    ),
-    "nested": (
-        lambda A, B: C.SubmatrixLinearOperator((A @ B.T - 2 * A) ** 3, [0, 1], [1]).T,
-        2,
-    ),
-    "inverse of an inverse": (
-        lambda A, B: C.CGInverseLinearOperator(C.CGInverseLinearOperator(A) + B),
-        2,
-    ),
+    "CG": (lambda A, B: CG(A), 1),
+    "MINRES": (lambda A, B: MINRES(A, damping=1.0), 1),
+    "LSMR": (lambda A, B: LSMR(A), 1),
+    "Neumann": (lambda A, B: Neumann(A), 1),
+    "CG, preconditioned": (lambda A, B: CG(A, preconditioner=B), 2),
+    "Neumann, preconditioned": (lambda A, B: Neumann(A, preconditioner=B.T), 2),
+    "function as preconditioner": (lambda A, B: CG(A, preconditioner=torch.clone), 1),
+    "matrix as preconditioner": (lambda A, B: CG(A, preconditioner=torch.eye(DIM)), 1),
+    "nested": (lambda A, B: C.SubmatrixLinearOperator((A @ B.T - 2 * A) ** 3, [0, 1], [1]).T, 2),
+    "inverse of an inverse": (lambda A, B: CG(CG(A) + B), 2),
 }
 
 
@@ -423,41 +384,16 @@ def test_operands_are_linearized(build: Build, number: int):
     assert [part.depth for part in parts] == [0, 0]
 
 
-ALGORITHMS: dict[str, Callable[[C.TorchLinearOperator], object]] = {
-    "CG": lambda A: C.CGInverseLinearOperator(A) @ ONES,
-    "MINRES": lambda A: C.MINRESInverseLinearOperator(A).solve(ONES),
-    "LSMR": lambda A: C.LSMRInverseLinearOperator(A) @ ONES,
-    "LSMR, info": lambda A: C.LSMRInverseLinearOperator(A).matvec_with_info(ONES),
-    "Neumann": lambda A: C.NeumannInverseLinearOperator(A, rtol=1) @ ONES,
-    "eigsh": lambda A: C.eigsh(A, 2),
-    "hutchinson_trace": lambda A: C.hutchinson_trace(A, 2),
-    "hutchinson_diag": lambda A: C.hutchinson_diag(A, num_matvecs=2),
-    "hutchinson_squared_fro": lambda A: C.hutchinson_squared_fro(A, 2),
-    "hutchpp_trace": lambda A: C.hutchpp_trace(A, 6),
-    "xtrace": lambda A: C.xtrace(A, 6),
-    "xdiag": lambda A: C.xdiag(A, 6),
-    "xnystrace": lambda A: C.xnystrace(A, 6),
-    "trace_function": lambda A: C.trace_function(A, torch.exp, 3),
-    "lanczos_logdet": lambda A: C.lanczos_logdet(A),
-    "spectrum": lambda A: C.lanczos_approximate_spectrum(A=A, ncv=3),
-    "log spectrum": lambda A: C.lanczos_approximate_log_spectrum(A, 3),
-    "cached spectrum": lambda A: C.LanczosApproximateSpectrumCached(A, 3).approximate_spectrum(),
-    "cached log spectrum": lambda A: C.LanczosApproximateLogSpectrumCached(
-        A, 3
-    ).approximate_log_spectrum(),
-}
-
-
 @pytest.mark.parametrize("solve", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_algorithms_linearize(solve: Callable[[C.TorchLinearOperator], object]):
     A = Diagonal()
     solve(A)
-    assert A.products == A.linearized_products > 0 and A.depth == 0
+    assert A.products == A.linearized_products > 0 and (A.depth, A.entries) == (0, 1)
 
 
 def test_preconditioners_are_linearized():
     A, M = Diagonal(), Diagonal()
-    C.CGInverseLinearOperator(A, preconditioner=M) @ ONES
+    CG(A, preconditioner=M) @ ones(A)
     assert M.products == M.linearized_products > 0
 
 

@@ -5,18 +5,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import problems
 import pytest
+import small
 import torch
 from contract import ALL, CORE, error, matrix, vectors
+from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
     EKFACLinearOperator,
     HessianLinearOperator,
-    JacobianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
@@ -45,12 +47,8 @@ def batch(seed: int = 0, size: int = N) -> tuple[Tensor, Tensor]:
     return torch.rand(size, 3).double(), torch.randint(2, (size,))
 
 
-def build(net: Callable, cls: type, data: list, loss: nn.Module | None = None, **options):
-    params, loss = list(net.parameters()), loss or nn.CrossEntropyLoss()
-    options = {"check_deterministic": False} | options
-    if cls is JacobianLinearOperator:
-        return cls(net, params, data, **options)
-    return cls(net, loss, params, data, **options)
+def build(cls: type, net: nn.Module, data: list, *loss: nn.Module, **options: Any) -> Any:
+    return small.build(cls, net, data, *loss, check_deterministic=False, **options)
 
 
 def product(operator) -> Tensor:
@@ -87,11 +85,8 @@ def test_construction_looks_at_the_first_batch(case: str, num_batches: int):
 def test_the_first_use_evaluates_each_batch_once(cls: type):
     """Facts about the model come from the pass that is needed anyway."""
     net = Net()
-    product(build(net, cls, [batch(0), batch(1)]))
+    product(build(cls, net, [batch(0), batch(1)]))
     assert net.sizes.seen == (N, N)
-
-
-# --- nothing that is known is used where it is wrong
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -108,17 +103,13 @@ def test_tensors_that_only_some_batches_use(number: int, double: None):
         torch.testing.assert_close(matrix(H), matrix(fresh))
 
 
-# --- the numbers are those of an operator that is the first one
-
-
 @pytest.mark.parametrize("name", [*CORE, "lstm-bidirectional", "weight-norm", "pinn"])
 def test_later_operators_agree_with_first_ones(name: str):
     """At other parameters, on more data; where a first one is refused, so is a later one."""
 
-    def scaled() -> Problem:
-        p = problems.make(name)
+    def scaled(p: Problem) -> Problem:
         with torch.no_grad():
-            for tensor in p.params.values() if isinstance(p.params, dict) else p.params:
+            for tensor in p.named_params().values():
                 tensor.mul_(0.9)
         return p
 
@@ -137,11 +128,9 @@ def test_later_operators_agree_with_first_ones(name: str):
     cases = ("hessian", "ggn", "gradients", "jacobian", "ggn-diagonal", "kfac", "ekfac")
     for case in cases:
         compute(case, replace(known, data=known.data[:1]))
-    with torch.no_grad():
-        for tensor in known.params.values() if isinstance(known.params, dict) else known.params:
-            tensor.mul_(0.9)
+    scaled(known)
     for case in cases:
-        later, first = compute(case, known), compute(case, scaled())
+        later, first = compute(case, known), compute(case, scaled(problems.make(name)))
         if isinstance(first, type):
             assert later is first
         else:
@@ -176,38 +165,36 @@ def test_batches_get_random_numbers_of_their_own():
     net.layers[1] = nn.Dropout(0.5)
     loss, products = nn.CrossEntropyLoss(reduction="sum"), []
     for number in (1, 2):
-        H = build(net, HessianLinearOperator, [batch()] * number, loss)
+        H = build(HessianLinearOperator, net, [batch()] * number, loss)
         torch.manual_seed(0)
-        products.append(H @ vectors(H))
+        products.append(product(H))
     assert error(products[1], 2 * products[0]) > 1e-3
 
 
 # --- numbers that models and losses read
 
 
-class Unpadded(nn.Module):
+def unpadded() -> nn.Module:
     """A layer on the tokens of all sequences, without padding, one after the other."""
 
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-
-    def forward(self, X: dict) -> Tensor:
+    def function(s: Using, X: dict) -> Tensor:
         lengths = X["lengths"].tolist()
         rows = torch.cat([x[:n] for x, n in zip(X["x"], lengths, strict=True)])
-        z = self.layer(rows).tanh().split(lengths)
-        return self.head(torch.stack([part.square().sum(0) for part in z]))
+        z = s.layer(rows).tanh().split(lengths)
+        return s.head(torch.stack([part.square().sum(0) for part in z]))
+
+    torch.manual_seed(0)
+    return Using(function, layer=nn.Linear(3, 4), head=nn.Linear(4, 2)).double()
 
 
 @pytest.mark.parametrize("cls", [PerSampleGradientLinearOperator, EKFACLinearOperator])
 def test_layouts_do_not_outlive_lengths(cls: type):
-    net, x, y = Unpadded(), torch.rand(2, 3, 3).double(), torch.tensor([0, 1])
+    net, x, y = unpadded(), torch.rand(2, 3, 3).double(), torch.tensor([0, 1])
 
     def compute(net: nn.Module, *lengths: int) -> Tensor:
         data = [({"x": x, "lengths": torch.tensor(lengths)}, y)]
-        return build(net, cls, data, batch_size_fn=lambda X: 2) @ torch.eye(26).double()
+        return build(cls, net, data, batch_size_fn=lambda X: 2) @ torch.eye(26).double()
 
     compute(net, 2, 2)
-    expected = compute(Unpadded(), 3, 1)
+    expected = compute(unpadded(), 3, 1)
     torch.testing.assert_close(compute(net, 3, 1), expected, rtol=1e-10, atol=1e-12)

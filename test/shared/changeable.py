@@ -68,5 +68,7 @@ class World:
         fresh = self.build(case)
         for columns in (V[:, 0], V):
             assert error(A @ columns, fresh @ columns) <= 1e-10
+        with A.linearized():
+            assert error(A @ V, fresh @ V) <= 1e-10
         torch.testing.assert_close(A.gradient_and_loss(), fresh.gradient_and_loss())
         return error(A @ V, before)

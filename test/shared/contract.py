@@ -41,7 +41,7 @@ class Case:
         """Build the operator for a problem."""
         options = dict(self.arguments) | {"batch_size_fn": p.batch_size_fn} | options
         with warnings.catch_warnings():
-            # the GGN of NLLLoss is zero, which is tested in test_errors.py
+            # the GGN of NLLLoss is zero, of which test_warnings.py tests the warning
             warnings.filterwarnings("ignore", ".*is linear in the model's output", UserWarning)
             if not self.takes_loss:
                 return self.operator(p.model, p.params, p.data, **options)
