@@ -52,7 +52,9 @@ TESTS = {
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
         operators/per_sample::test_norms_gram_and_moments layers/batch_axis layers/recording""",
-    "structured": "structured/structured support/norms kfac/kfac_inverse structured/saving",
+    "structured": """
+        structured/structured support/norms kfac/kfac_inverse structured/saving
+        linear_operator/algebra""",
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
         algorithms/inverses algorithms/eigsh algorithms/callbacks

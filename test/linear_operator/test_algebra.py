@@ -11,11 +11,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from structured_cases import ALL as STRUCTURED
-from structured_cases import DOUBLE, Diag, Kron, eye, positive, randn
+from structured_cases import DOUBLE, Diag, Identity, Kron, eye, positive, randn
 from torch import Tensor
 
 from curvlinops import (
-    IdentityLinearOperator,
     ParameterSpace,
     StructuredLinearOperator,
     SubmatrixLinearOperator,
@@ -95,8 +94,8 @@ LEAVES: dict[tuple[int, ...], list[Leaf]] = {
     (9, 9): [
         *(_dense(SPACE, SPACE), _dense(flat(9), SPACE), _dense(flat(9), flat(9))),
         *(_kron(3, 3), _diagonal),
-        lambda seed: (IdentityLinearOperator(flat(9)), eye(9)),
-        lambda seed: (IdentityLinearOperator(SPACE), eye(9)),
+        lambda seed: (Identity(flat(9)), eye(9)),
+        lambda seed: (Identity(SPACE), eye(9)),
     ],
     (4, 9): [_dense(flat(4), SPACE), _kron(2, 3)],
     (4, 4): [lambda seed: (Diag(randn(4, seed=seed)), randn(4, seed=seed).diag())],
@@ -151,9 +150,11 @@ def expressions(draw: Any, rows: int, columns: int, depth: int) -> Pair:
 
 
 # repeatable, and without minutes for simpler examples of a failure
-SETTINGS = settings(max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate])
+SETTINGS = settings(max_examples=150, deadline=None, derandomize=True, phases=[Phase.generate])
 SIZES = 2 * [(9, 9), (4, 9), (9, 4), *LEAVES]
-PAIRS = st.sampled_from(SIZES).flatmap(lambda size: expressions(*size, depth=3))
+PAIRS = st.tuples(st.sampled_from(SIZES), st.integers(1, 3)).flatmap(
+    lambda drawn: expressions(*drawn[0], depth=drawn[1])
+)
 
 
 def check(found: Tensor, expected: Tensor, scale: float) -> None:
@@ -226,7 +227,9 @@ def test_quantities_of_structured_results(p: Pair):
 
 
 A, B, J = dense(0), dense(1), dense(0, flat(4))
-a, b, j, PLAIN = A.matrix, B.matrix, J.matrix, IdentityLinearOperator(9)
+a, b, j, PLAIN = A.matrix, B.matrix, J.matrix, Identity(9)
+K, L, d = randn(3, 3), randn(3, 3, seed=1), positive(3)
+D = Diag(d)
 EXPRESSIONS = {
     "negative": (-A, -a),
     "zero plus an operator": (0.0 + A, a),
@@ -236,6 +239,19 @@ EXPRESSIONS = {
     # the identity on plain vectors has no precision of its own
     "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye(9)),
     "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
+    "identity factors": (Kron(K, Identity(3)) @ Kron(Identity(3), L), torch.kron(K, L)),
+    "diagonal and dense factors": (
+        Kron(D, K) @ Kron(K, D),
+        torch.kron(d.diag() @ K, K @ d.diag()),
+    ),
+    "sum of diagonal factors": (
+        Kron(K, D) + Kron(K, Diag(d + 1)),
+        torch.kron(K, (2 * d + 1).diag()),
+    ),
+    "product with a multiple of the identity": (
+        (0.1 * PLAIN) @ Kron(K, L),
+        0.1 * torch.kron(K, L),
+    ),
 }
 
 
@@ -256,7 +272,7 @@ def test_precision_of_the_identity_with_others():
 
 
 def test_self_adjointness_is_kept():
-    S = SubmatrixLinearOperator(IdentityLinearOperator(SPACE), range(9), range(9))
+    S = SubmatrixLinearOperator(Identity(SPACE), range(9), range(9))
     for operator in (S + S, 3 * S, -S, S**2, S / 2):
         assert operator.self_adjoint
 
@@ -316,8 +332,8 @@ class Short(TorchLinearOperator):
         lambda A: A,
         lambda A: A.T,
         lambda A: A + 2 * A,
-        lambda A: A + IdentityLinearOperator(10),
-        lambda A: IdentityLinearOperator(10) @ A,
+        lambda A: A + Identity(10),
+        lambda A: Identity(10) @ A,
         lambda A: A**2,
     ],
 )
@@ -331,7 +347,7 @@ def test_products_of_other_shapes(build: Callable):
 
 def test_matrices_that_are_too_large_to_write():
     every = slice(None)
-    large = SubmatrixLinearOperator(IdentityLinearOperator(200_000), every, every)
+    large = SubmatrixLinearOperator(Identity(200_000), every, every)
     with pytest.raises(ValueError, match=r"\[200000, 200000\] needs 149.0 GiB .* Submatrix"):
         large.to_dense()
     part = SubmatrixLinearOperator(large, range(3), range(3))
