@@ -229,7 +229,7 @@ def test_quantities_of_structured_results(p: Pair):
 A, B, J = dense(0), dense(1), dense(0, flat(4))
 a, b, j, PLAIN = A.matrix, B.matrix, J.matrix, Identity(9)
 K, L, d = randn(3, 3), randn(3, 3, seed=1), positive(3)
-D = Diag(d)
+DK, KD = Kron(Diag(d), K), Kron(K, Diag(d))
 EXPRESSIONS = {
     "negative": (-A, -a),
     "zero plus an operator": (0.0 + A, a),
@@ -240,18 +240,9 @@ EXPRESSIONS = {
     "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye(9)),
     "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
     "identity factors": (Kron(K, Identity(3)) @ Kron(Identity(3), L), torch.kron(K, L)),
-    "diagonal and dense factors": (
-        Kron(D, K) @ Kron(K, D),
-        torch.kron(d.diag() @ K, K @ d.diag()),
-    ),
-    "sum of diagonal factors": (
-        Kron(K, D) + Kron(K, Diag(d + 1)),
-        torch.kron(K, (2 * d + 1).diag()),
-    ),
-    "product with a multiple of the identity": (
-        (0.1 * PLAIN) @ Kron(K, L),
-        0.1 * torch.kron(K, L),
-    ),
+    "diagonal and dense factors": (DK @ KD, torch.kron(d.diag() @ K, K @ d.diag())),
+    "sum with a multiple of itself": (DK + 2 * DK, 3 * torch.kron(d.diag(), K)),
+    "multiple of the identity": ((0.1 * PLAIN) @ KD, 0.1 * torch.kron(K, d.diag())),
 }
 
 
