@@ -31,6 +31,7 @@ SOLVERS = {
     "MINRES": lambda A, **o: C.MINRESInverseLinearOperator(A, **o) @ B,
     "Neumann": lambda A, **o: neumann(A, **o) @ B,
     "Neumann, adjoint": lambda A, **o: neumann(A, **o).T @ B,
+    "eigsh": lambda A, **o: C.eigsh(A, 3, seed=0, **o).eigenvectors,
 }
 #: Calls whose results are the field ``values``.
 SAMPLING = {"seed": 0, "chunk_size": 2}
