@@ -160,7 +160,6 @@ def test_tolerance_of_low_precision_is_meant(name):
     H = torch.stack([torch.cat([r.flatten().double() for r in row]) for row in rows])
     for found, truth in [(g, reference.gradient(p)), (H, reference.hessian(p))]:
         error = ((found - truth).norm() / truth.norm()).item()
-        print(f"{name}: {error:.1e}")
         assert error <= p.tolerance / 2
         assert error > 1e-9, "not in low precision at all"
 
@@ -178,7 +177,6 @@ def test_logistic_regression():
     curvature = curvature[order][:, order]
     torch.testing.assert_close(reference.hessian(p), curvature)
     torch.testing.assert_close(reference.ggn(p), curvature)
-    torch.testing.assert_close(reference.mc_fisher_expectation(p), curvature)
     torch.testing.assert_close(reference.gradient(p), rows.mean(0))
     torch.testing.assert_close(reference.per_sample_gradients(p), rows)
     for terms in ("term", "sample"):  # one term per sample
