@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 
+import matrices
 import problems
 import pytest
 import torch
@@ -62,33 +63,19 @@ def result_of(name: str, state: C.Iteration) -> Tensor:
     return state.iterate if name in SOLVERS else state.values
 
 
-class Counting(C.TorchLinearOperator):
-    """The matrix A; it counts the vectors that it multiplies."""
-
-    def __init__(self):
-        super().__init__(C.ParameterSpace.flat(30, torch.float64, torch.device("cpu")))
-        self.num_products = 0
-
-    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.num_products += len(columns[""])
-        return {"": columns[""] @ A}
-
-    _apply_adjoint = _apply
-
-
 @each_call
 def test_called_after_each_iteration(name: str):
-    counting, seen, products = Counting(), [], []
+    counting, seen, products = matrices.Counting(A), [], []
 
     def callback(state: C.Iteration) -> None:
         seen.append(state)
-        products.append(counting.num_products)
+        products.append(counting.products)
 
     result = run(name, counting, callback)
     assert [state.iteration for state in seen] == list(range(1, len(seen) + 1))
     assert len(seen) > 1 or name in ("xtrace", "exact")
     assert [state.num_products for state in seen] == products == sorted(set(products))
-    assert torch.equal(run(name, Counting()), result)
+    assert torch.equal(run(name, matrices.Counting(A)), result)
     if name != "CG, restarts":  # the last restart may gain nothing
         assert torch.equal(result_of(name, seen[-1]), result)
 
@@ -143,23 +130,20 @@ def test_stopped_where_the_residual_has_grown():
 @pytest.mark.parametrize("log", [False, True])
 def test_densities(log: bool):
     function = C.lanczos_approximate_log_spectrum if log else C.lanczos_approximate_spectrum
-    options, seen = {"seed": 0, "return_error": True, "chunk_size": 2}, []
-    full = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=seen.append, **options)
+    seen: list[C.Iteration] = []
+    options = {"boundaries": (0.05, 1.05), "seed": 0, "return_error": True, "chunk_size": 2}
+    full = function(A, 6, num_repeats=5, callback=seen.append, **options)
     assert [state.num_products for state in seen] == [12, 24, 30]
     assert [tuple(state.values.shape) for state in seen] == [(2, 6), (2, 6), (1, 6)]
-    again = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), **options)
-    assert all(map(torch.equal, full, again))
-    stopped = function(
-        A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=lambda s: s.iteration == 2, **options
-    )
-    first = function(A, 6, num_repeats=4, boundaries=(0.05, 1.05), **options)
-    assert all(map(torch.equal, stopped, first))
+    assert all(map(torch.equal, full, function(A, 6, num_repeats=5, **options)))
+    stopped = function(A, 6, num_repeats=5, callback=lambda s: s.iteration == 2, **options)
+    assert all(map(torch.equal, stopped, function(A, 6, num_repeats=4, **options)))
     # no search for the ends, which needs more products
-    counting = Counting()
+    counting = matrices.Counting(A)
     function(counting, 3, boundaries_tol=1e-8, callback=lambda _: True, seed=0)
-    assert counting.num_products == 3
+    assert counting.products == 3
     function(counting, 3, boundaries_tol=1e-8, seed=0)
-    assert counting.num_products > 10
+    assert counting.products > 10
 
 
 @pytest.fixture

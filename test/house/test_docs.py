@@ -18,7 +18,7 @@ import torch
 import curvlinops
 
 ROOT = Path(__file__).parents[2]
-#: It trains several models.
+#: This one takes more than a few seconds.
 LONG = "docs/influence.md"
 #: Pages with code; that about several processes runs in these, in parallel_checks.py.
 PAGES = [
