@@ -226,8 +226,8 @@ def test_quantities_of_structured_results(p: Pair):
         check((A**0.5).to_dense() @ (A**0.5).to_dense(), M, scale)
 
 
-A, B, J = dense(0), dense(1), dense(0, flat(4))
-a, b, j, PLAIN = A.matrix, B.matrix, J.matrix, Identity(9)
+A, B, J, F, PLAIN = dense(0), dense(1), dense(0, flat(4)), dense(2, flat(9)), Identity(9)
+a, b, j, f = A.matrix, B.matrix, J.matrix, F.matrix
 K, L, d = randn(3, 3), randn(3, 3, seed=1), positive(3)
 DK, KD = Kron(Diag(d), K), Kron(K, Diag(d))
 EXPRESSIONS = {
@@ -236,6 +236,7 @@ EXPRESSIONS = {
     "numpy multiple": (np.float32(2) * A, 2 * a),
     "adjoint": (J.H, j.T),
     "third power": (A**3, a @ a @ a),
+    "third power between two spaces": (F**3, f @ f @ f),
     # the identity on plain vectors has no precision of its own
     "nested sum": (B + (0.1 * PLAIN + (PLAIN + A)), a + b + 1.1 * eye(9)),
     "nested product": (J @ (0.1 * PLAIN) @ J.T, 0.1 * j @ j.T),
@@ -249,7 +250,11 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expressions(name: str, monkeypatch):
     monkeypatch.setattr(operator_module, "_DENSE_BLOCK", 4 * 9 * 8)  # dense ones in chunks
-    check_products(*EXPRESSIONS[name], scale=100)
+    operator, matrix = EXPRESSIONS[name]
+    check_products(operator, matrix, scale=100)
+    part = SubmatrixLinearOperator(operator, [1, 3], [0, 1])
+    check(part.to_dense(), matrix[[1, 3], :2], scale=100)
+    check(part.T.to_dense(), matrix[[1, 3], :2].T, scale=100)
 
 
 def test_precision_of_the_identity_with_others():
