@@ -30,7 +30,7 @@ def selections(space: ParameterSpace) -> list[list]:
     if space.is_flat:
         return [indices]
     first, second, *_, last = space.names
-    return [indices, [last, first], [second]]
+    return [indices, [last, first], [second], [last]]
 
 
 @pytest.mark.parametrize(
