@@ -2,7 +2,6 @@
 
 import pickle
 
-import matrices
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -140,8 +139,3 @@ def test_start_vectors_of_all_kinds(x0):
 def test_errors(call, error: type, message: str):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_products_are_counted():
-    counting = matrices.Counting(SPD)
-    assert eigsh(counting, 2, seed=0).num_products == counting.products

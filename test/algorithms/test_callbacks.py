@@ -2,7 +2,9 @@
 
 import re
 import warnings
+from collections.abc import Callable
 
+import matrices
 import problems
 import pytest
 import torch
@@ -30,6 +32,7 @@ SOLVERS = {
     "MINRES": lambda A, **o: C.MINRESInverseLinearOperator(A, **o) @ B,
     "Neumann": lambda A, **o: neumann(A, **o) @ B,
     "Neumann, adjoint": lambda A, **o: neumann(A, **o).T @ B,
+    "eigsh": lambda A, **o: C.eigsh(A, 3, seed=0, **o).eigenvectors,
 }
 #: Calls whose results are the field ``values``.
 SAMPLING = {"seed": 0, "chunk_size": 2}
@@ -60,33 +63,19 @@ def result_of(name: str, state: C.Iteration) -> Tensor:
     return state.iterate if name in SOLVERS else state.values
 
 
-class Counting(C.TorchLinearOperator):
-    """The matrix A; it counts the vectors that it multiplies."""
-
-    def __init__(self):
-        super().__init__(C.ParameterSpace.flat(30, torch.float64, torch.device("cpu")))
-        self.num_products = 0
-
-    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.num_products += len(columns[""])
-        return {"": columns[""] @ A}
-
-    _apply_adjoint = _apply
-
-
 @each_call
 def test_called_after_each_iteration(name: str):
-    counting, seen, products = Counting(), [], []
+    counting, seen, products = matrices.Counting(A), [], []
 
     def callback(state: C.Iteration) -> None:
         seen.append(state)
-        products.append(counting.num_products)
+        products.append(counting.products)
 
     result = run(name, counting, callback)
     assert [state.iteration for state in seen] == list(range(1, len(seen) + 1))
     assert len(seen) > 1 or name in ("xtrace", "exact")
     assert [state.num_products for state in seen] == products == sorted(set(products))
-    assert torch.equal(run(name, Counting()), result)
+    assert torch.equal(run(name, matrices.Counting(A)), result)
     if name != "CG, restarts":  # the last restart may gain nothing
         assert torch.equal(result_of(name, seen[-1]), result)
 
@@ -141,23 +130,20 @@ def test_stopped_where_the_residual_has_grown():
 @pytest.mark.parametrize("log", [False, True])
 def test_densities(log: bool):
     function = C.lanczos_approximate_log_spectrum if log else C.lanczos_approximate_spectrum
-    options, seen = {"seed": 0, "return_error": True, "chunk_size": 2}, []
-    full = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=seen.append, **options)
+    seen: list[C.Iteration] = []
+    options = {"boundaries": (0.05, 1.05), "seed": 0, "return_error": True, "chunk_size": 2}
+    full = function(A, 6, num_repeats=5, callback=seen.append, **options)
     assert [state.num_products for state in seen] == [12, 24, 30]
     assert [tuple(state.values.shape) for state in seen] == [(2, 6), (2, 6), (1, 6)]
-    again = function(A, 6, num_repeats=5, boundaries=(0.05, 1.05), **options)
-    assert all(map(torch.equal, full, again))
-    stopped = function(
-        A, 6, num_repeats=5, boundaries=(0.05, 1.05), callback=lambda s: s.iteration == 2, **options
-    )
-    first = function(A, 6, num_repeats=4, boundaries=(0.05, 1.05), **options)
-    assert all(map(torch.equal, stopped, first))
+    assert all(map(torch.equal, full, function(A, 6, num_repeats=5, **options)))
+    stopped = function(A, 6, num_repeats=5, callback=lambda s: s.iteration == 2, **options)
+    assert all(map(torch.equal, stopped, function(A, 6, num_repeats=4, **options)))
     # no search for the ends, which needs more products
-    counting = Counting()
+    counting = matrices.Counting(A)
     function(counting, 3, boundaries_tol=1e-8, callback=lambda _: True, seed=0)
-    assert counting.num_products == 3
+    assert counting.products == 3
     function(counting, 3, boundaries_tol=1e-8, seed=0)
-    assert counting.num_products > 10
+    assert counting.products > 10
 
 
 @pytest.fixture
@@ -203,37 +189,76 @@ def test_linearized_and_errors(call: object, G: C.TorchLinearOperator, capsys):
     assert "hutchinson_trace: 100%" in capsys.readouterr().err
 
 
+ONES = torch.ones(27, dtype=torch.float64)
 #: Calls, and the numbers of products at the end of their bars and in total.
 BARS = {
-    "hutchinson_trace": (lambda G: C.hutchinson_trace(G, 8), 8, 8),
-    "hutchinson_trace exact": (lambda G: C.hutchinson_trace(G, 10**6), None, None),
-    "hutchpp_trace": (lambda G: C.hutchpp_trace(G, 14), 12, 12),
-    "xtrace": (lambda G: C.xtrace(G, 9), 8, 8),
-    "xnystrace": (lambda G: C.xnystrace(G, 9), 9, 9),
-    "xdiag rtol": (lambda G: C.xdiag(G, 26, rtol=0.99, seed=0), 16, 26),
-    "lanczos_logdet": (lambda G: C.lanczos_logdet(G, 4, 5), 20, 20),
+    "hutchinson_trace": (lambda A: C.hutchinson_trace(A, 8), 8, 8),
+    "hutchinson_trace, exact": (lambda A: C.hutchinson_trace(A, 10**6), 27, 27),
+    "hutchpp_trace": (lambda A: C.hutchpp_trace(A, 14), 12, 12),
+    "xtrace": (lambda A: C.xtrace(A, 9), 8, 8),
+    "xnystrace": (lambda A: C.xnystrace(A, 9), 9, 9),
+    "xdiag, rtol": (lambda A: C.xdiag(A, 26, rtol=0.99, seed=0), 16, 26),
+    "lanczos_logdet": (lambda A: C.lanczos_logdet(A, 4, 5), 20, 20),
     "approximate_spectrum": (
-        lambda G: C.lanczos_approximate_spectrum(G, 5, 9, 3, boundaries=(0, 9)),
-        15,
-        15,
+        lambda A: C.lanczos_approximate_spectrum(A, 5, 9, 3, boundaries=(0, 99)),
+        *(15, 15),
     ),
-    "to_dense": (lambda G: G.to_dense(), None, None),
 }
+#: Calls whose number of products nobody knows before.
+OPEN = {
+    "eigsh": lambda A: C.eigsh(A, 2),
+    "CGInverseLinearOperator": lambda A: C.CGInverseLinearOperator(A) @ ONES,
+    "MINRESInverseLinearOperator": lambda A: C.MINRESInverseLinearOperator(A) @ ONES,
+    "NeumannInverseLinearOperator": (
+        lambda A: C.NeumannInverseLinearOperator(A, 20, 0.1, rtol=1) @ ONES
+    ),
+    "LSMRInverseLinearOperator": lambda A: C.LSMRInverseLinearOperator(A) @ ONES,
+    # searches for the ends
+    "approximate_spectrum": (
+        lambda A: C.lanczos_approximate_spectrum(A, 3, boundaries_tol=1e-8, seed=0)
+    ),
+}
+
+
+def last_line(call: Callable[[], object], capsys: pytest.CaptureFixture) -> str:
+    """Return the only bar of a call at its end."""
+    capsys.readouterr()
+    call()
+    (line,) = capsys.readouterr().err.removesuffix("\n").split("\n")
+    return line.split("\r")[-1]
+
+
+def composed(G: C.TorchLinearOperator) -> list[C.TorchLinearOperator]:
+    """Return operators with a bar of their own, which a solver does not show."""
+    return [G, C.CGInverseLinearOperator(G, rtol=1e-10)]
 
 
 @pytest.mark.parametrize("name", BARS)
 def test_bars_know_their_total(name: str, G: C.TorchLinearOperator, capsys):
-    call, done, total = BARS[name]
-    capsys.readouterr()
-    call(G)
-    expected = (done or G.shape[0], total or G.shape[0])
-    (line,) = capsys.readouterr().err.removesuffix("\n").split("\n")
-    shown = re.search(r"(\w+): +\d+%.*\| (\d+)/(\d+) \[.* products/s\]$", line.split("\r")[-1])
-    assert shown[1] == name.split()[0] and (int(shown[2]), int(shown[3])) == expected
+    call, *expected = BARS[name]
+    for A in composed(G):
+        line = last_line(lambda A=A: call(A), capsys)
+        shown = re.fullmatch(r"(\w+): +\d+%.*\| (\d+)/(\d+) \[.* products/s\]", line)
+        assert shown[1] == name.split(",")[0] and [int(shown[2]), int(shown[3])] == expected
 
 
-def test_no_total_where_it_is_exceeded(G: C.TorchLinearOperator, capsys):
-    capsys.readouterr()
-    C.lanczos_approximate_spectrum(G, 3, boundaries_tol=1e-8, seed=0)  # searches for the ends
-    line = capsys.readouterr().err.split("\r")[-1]
-    assert int(re.match(r"approximate_spectrum: (\d+) products \[", line)[1]) > 3
+def test_bar_of_dense_matrices(G: C.TorchLinearOperator, capsys):
+    assert re.match(r"to_dense: 100%.*\| 27/27 \[", last_line(G.to_dense, capsys))
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_bars_without_a_total(name: str, G: C.TorchLinearOperator, capsys):
+    for A in composed(G):
+        line = last_line(lambda A=A: OPEN[name](A), capsys)
+        assert re.fullmatch(rf"{name}: ([1-9]\d*) products \[.*products/s.*\]", line)
+        assert ("residual/tolerance=" in line) == (name != "LSMRInverseLinearOperator")
+
+
+def test_bars_count_what_the_solver_multiplies(G: C.TorchLinearOperator, capsys):
+    M, found = composed(G)[1], []
+    line = last_line(lambda: found.append(C.eigsh(M, 2).num_products), capsys)
+    assert f"eigsh: {found[0]} products" in line
+    solver = C.CGInverseLinearOperator(G, preconditioner=M)
+    line = last_line(lambda: found.append(int(solver.solve(ONES).iterations)), capsys)
+    # a product for each iteration, and one for the true residual
+    assert f"CGInverseLinearOperator: {found[1] + 1} products" in line

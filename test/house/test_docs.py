@@ -18,20 +18,14 @@ import torch
 import curvlinops
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md"]
-NAMES = ("quickstart", "tasks", "language_models", "migration", "per_sample", "kfac", "solvers")
-NAMES += ("spectra", "landscape", "extending", "kfac_optimizer")
-NAMES += ("installation", "optimizers", "laplace", "loss_landscapes", "pinns")
-NAMES += (
-    "api_operators",
-    "api_kfac",
-    "api_inverses",
-    "api_estimates",
-    "api_structured",
-    "api_base",
-)
-PAGES += [f"docs/{name}.md" for name in NAMES]
-
+#: This one takes more than a few seconds.
+LONG = "docs/influence.md"
+#: Pages with code; that about several processes runs in these, in parallel_checks.py.
+PAGES = [
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "\n```python\n" in path.read_text() and path.name != "distributed.md"
+]
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: The environment variable and its value with which pages of the gallery do less.
 FAST = ("CURVLINOPS_GALLERY", "fast")
@@ -53,7 +47,10 @@ def test_versions_agree():
     assert newest[1] == cited[1] == curvlinops.__version__
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [p if p != LONG else pytest.param(p, marks=pytest.mark.extensive) for p in PAGES],
+)
 def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = blocks(page)

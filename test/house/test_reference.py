@@ -53,16 +53,6 @@ def close_per_parameter(p: Problem, found: Tensor, truth: Tensor, tolerance: flo
 
 @pytest.mark.extensive
 @each_exact
-def test_gradient_is_slope_of_loss(name):
-    p = make(name)
-    g = reference.gradient(p)
-    for v in directions(p, 2):
-        difference = slope(reference.loss_value, p, v)
-        assert g @ v == pytest.approx(difference, rel=1e-6, abs=1e-6 * (g.norm() + 1e-3).item())
-
-
-@pytest.mark.extensive
-@each_exact
 def test_hessian_is_slope_of_gradient(name):
     p = make(name)
     H = reference.hessian(p)
@@ -170,21 +160,8 @@ def test_tolerance_of_low_precision_is_meant(name):
     H = torch.stack([torch.cat([r.flatten().double() for r in row]) for row in rows])
     for found, truth in [(g, reference.gradient(p)), (H, reference.hessian(p))]:
         error = ((found - truth).norm() / truth.norm()).item()
-        print(f"{name}: {error:.1e}")
         assert error <= p.tolerance / 2
         assert error > 1e-9, "not in low precision at all"
-
-
-def test_linear_regression():
-    p = make("linear-mse-mean")
-    X = torch.cat([x for x, _ in p.data])
-    N, C = len(X), 3
-    truth = torch.zeros(15, 15, dtype=torch.float64)
-    for x in X:
-        J = torch.cat([torch.kron(torch.eye(C).to(x), x[None]), torch.eye(C).to(x)], dim=1)
-        truth += 2 / (N * C) * J.T @ J
-    torch.testing.assert_close(reference.hessian(p), truth)
-    torch.testing.assert_close(reference.ggn(p), truth)
 
 
 def test_logistic_regression():
@@ -200,7 +177,6 @@ def test_logistic_regression():
     curvature = curvature[order][:, order]
     torch.testing.assert_close(reference.hessian(p), curvature)
     torch.testing.assert_close(reference.ggn(p), curvature)
-    torch.testing.assert_close(reference.mc_fisher_expectation(p), curvature)
     torch.testing.assert_close(reference.gradient(p), rows.mean(0))
     torch.testing.assert_close(reference.per_sample_gradients(p), rows)
     for terms in ("term", "sample"):  # one term per sample

@@ -16,7 +16,7 @@ from problems import Problem
 from torch import Tensor
 
 import curvlinops
-from curvlinops import TorchLinearOperator
+from curvlinops import ParameterSpace, TorchLinearOperator
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,13 @@ def vectors(operator: TorchLinearOperator, *shape: int, rows: bool = False) -> T
     generator = torch.Generator().manual_seed(0)
     length = operator.shape[0] if rows else operator.shape[1]
     return torch.randn(length, *shape, generator=generator, dtype=operator.torch_dtype)
+
+
+def places(space: ParameterSpace, selection: list) -> list[int]:
+    """Return the coordinates of indices or names of tensors."""
+    flat = range(space.dim)
+    parts = [flat[space.slice(x)] if isinstance(x, str) else [x] for x in selection]
+    return [place for part in parts for place in part]
 
 
 #: One problem per kind of thing that could go wrong.

@@ -72,7 +72,7 @@ def recurrent(kind: str, params: Params, X: Tensor, **options: int) -> Tensor:
 
 
 def packed_lstm(params: Params, X: tuple[Tensor, Tensor]) -> Tensor:
-    """`models.PackedLSTM`: steps behind the length do not exist."""
+    """`models.packed_lstm`: steps behind the length do not exist."""
     steps, length = X
     h = _layer("lstm", _inner(params, "layer."), steps[:, : int(length)])
     return _head(params, h.sum(1))
@@ -91,12 +91,12 @@ def _self_attention(W: Params, x: Tensor) -> Tensor:
 
 
 def self_attention(params: Params, X: Tensor) -> Tensor:
-    """`models.SelfAttention`."""
+    """`models.self_attention`."""
     return _head(params, torch.tanh(_self_attention(_inner(params, "attention."), X)).mean(1))
 
 
 def cross_attention(params: Params, X: tuple[Tensor, Tensor]) -> Tensor:
-    """`models.CrossAttention`: three matrices, of which each has a third of the bias."""
+    """`models.cross_attention`: three matrices, of which each has a third of the bias."""
     query, memory = X
     W = _inner(params, "attention.")
     q, k, v = (
@@ -109,7 +109,7 @@ def cross_attention(params: Params, X: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def encoder_layer(norm_first: bool, params: Params, X: Tensor) -> Tensor:
-    """`models.EncoderLayer`."""
+    """`models.encoder_layer`."""
     W = _inner(params, "layer.")
 
     def norm(i: int, x: Tensor) -> Tensor:
@@ -132,13 +132,13 @@ def encoder_layer(norm_first: bool, params: Params, X: Tensor) -> Tensor:
 
 
 def bag(mode: str, params: Params, X: Tensor) -> Tensor:
-    """`models.Bag`."""
+    """`models.bag`."""
     h = lookup(X, params["bag.weight"])
     return _head(params, torch.tanh(h.sum(1) if mode == "sum" else h.mean(1)))
 
 
 def bare(params: Params, x: Tensor) -> Tensor:
-    """`models.Bare`."""
+    """`models.bare`."""
     h = torch.sin(x * params["scale"] + params["shift"])
     return linear(h, params["weight"], transposed=True) * params["scale"].sum()
 

@@ -33,15 +33,9 @@ class Using(nn.Module):
         return self._function(self, x)
 
 
-class Scalar(nn.Module):
+def scalar() -> nn.Sequential:
     """Net with outputs of shape `[N]`: no class axis at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(outputs=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).squeeze(-1)
+    return nn.Sequential(mlp(outputs=1), nn.Flatten(0))
 
 
 class Tokens(nn.Module):
@@ -90,30 +84,25 @@ def segmentation() -> nn.Sequential:
     )
 
 
-class Conv1d(nn.Module):
+def conv1d() -> nn.Sequential:
     """Circular, dilated and string-valued padding: `[N, 2, L] -> [N, 2]`."""
+    return nn.Sequential(
+        nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"),
+        nn.Tanh(),
+        nn.Conv1d(2, 2, 3, padding="same", dilation=2),
+        nn.Tanh(),
+        nn.Conv1d(2, 2, 2, padding="valid", bias=False),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+    )
 
-    def __init__(self):
-        super().__init__()
-        self.circular = nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")
-        self.same = nn.Conv1d(2, 2, 3, padding="same", dilation=2)
-        self.valid = nn.Conv1d(2, 2, 2, padding="valid", bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.valid(torch.tanh(self.same(torch.tanh(self.circular(x))))).mean(-1)
-
-
-class Norm(nn.Module):
+def norm(layer: nn.Module) -> nn.Module:
     """A non-linear layer, a normalisation over the sample, a head: `[N, 2, L] -> [N, 2]`."""
-
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv1d(2, 4, 2), norm, nn.Linear(4, 2)
-        for tensor in norm.parameters():
-            nn.init.uniform_(tensor, 0.5, 1.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.norm(self.conv(x))).mean(-1))
+    for tensor in layer.parameters():
+        nn.init.uniform_(tensor, 0.5, 1.5)
+    parts = {"conv": nn.Conv1d(2, 4, 2), "norm": layer, "head": nn.Linear(4, 2)}
+    return Using(lambda m, x: m.head(torch.tanh(m.norm(m.conv(x))).mean(-1)), **parts)
 
 
 class Transformer(nn.Module):
@@ -148,49 +137,34 @@ class Transformer(nn.Module):
         return self.head(h).transpose(1, 2)
 
 
-class EncoderLayer(nn.Module):
+def encoder_layer(norm_first: bool = False) -> nn.Module:
     """PyTorch's own encoder layer: `[N, T, 4] -> [N, 2, T]`."""
-
-    def __init__(self, norm_first: bool = False):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            4, 2, dim_feedforward=3, dropout=0.0, batch_first=True, norm_first=norm_first,
-            activation="gelu",
-        )  # fmt: skip
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)).transpose(1, 2)
+    layer = nn.TransformerEncoderLayer(
+        4, 2, dim_feedforward=3, dropout=0.0, batch_first=True, norm_first=norm_first,
+        activation="gelu",
+    )  # fmt: skip
+    return Using(lambda m, x: m.head(m.layer(x)).transpose(1, 2), layer=layer, head=nn.Linear(4, 2))
 
 
-class SelfAttention(nn.Module):
+def self_attention() -> nn.Module:
     """nn.MultiheadAttention without weights (fused kernel), time axis first inside."""
 
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
         x = x.transpose(0, 1)
-        h, _ = self.attention(x, x, x, need_weights=False)
-        return self.head(torch.tanh(h).mean(0))
+        h, _ = m.attention(x, x, x, need_weights=False)
+        return m.head(torch.tanh(h).mean(0))
+
+    return Using(function, attention=nn.MultiheadAttention(4, 2), head=nn.Linear(4, 2))
 
 
-class CrossAttention(nn.Module):
+def cross_attention() -> nn.Module:
     """Separate projections, kdim, vdim and bias_k: a tuple of `[N, T, 4]` and `[N, S, 3]`."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(
-            4, 2, kdim=3, vdim=3, add_bias_kv=True, batch_first=True
-        )
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        query, memory = x
-        h, _ = self.attention(query, memory, memory)
-        return self.head(torch.tanh(h))
+    attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=3, add_bias_kv=True, batch_first=True)
+    return Using(
+        lambda m, x: m.head(torch.tanh(m.attention(x[0], x[1], x[1])[0])),
+        attention=attention,
+        head=nn.Linear(4, 2),
+    )
 
 
 class Recurrent(nn.Module):
@@ -206,96 +180,76 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0].mean(1))
 
 
-class PackedLSTM(nn.Module):
+def packed_lstm() -> nn.Module:
     """Variable lengths, packed inside the forward: `([N, T, 2], lengths [N]) -> [N, 2]`."""
 
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LSTM(2, 2, batch_first=True)
-        self.head = nn.Linear(2, 2)
+    def function(m: nn.Module, x: tuple[Tensor, Tensor]) -> Tensor:
+        packed = pack_padded_sequence(x[0], x[1].cpu(), batch_first=True, enforce_sorted=False)
+        h, _ = pad_packed_sequence(m.layer(packed)[0], batch_first=True)
+        return m.head(h.sum(1))
 
-    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        steps, lengths = x
-        packed = pack_padded_sequence(steps, lengths.cpu(), batch_first=True, enforce_sorted=False)
-        h, _ = pad_packed_sequence(self.layer(packed)[0], batch_first=True)
-        return self.head(h.sum(1))
+    return Using(function, layer=nn.LSTM(2, 2, batch_first=True), head=nn.Linear(2, 2))
 
 
-class Checkpointed(nn.Module):
+def checkpointed() -> nn.Module:
     """A block that is recomputed in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = mlp(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(checkpoint(self.block, x, use_reentrant=False)))
+    return Using(
+        lambda m, x: m.head(torch.tanh(checkpoint(m.block, x, use_reentrant=False))),
+        block=mlp(),
+        head=nn.Linear(3, 2),
+    )
 
 
-class Bag(nn.Module):
+def bag(mode: str) -> nn.Module:
     """EmbeddingBag over `[N, T]` indices and a head."""
-
-    def __init__(self, mode: str):
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(5, 3, mode=mode), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.bag(x)))
+    parts = {"bag": nn.EmbeddingBag(5, 3, mode=mode), "head": nn.Linear(3, 2)}
+    return Using(lambda m, x: m.head(torch.tanh(m.bag(x))), **parts)
 
 
-class MaskedBag(nn.Module):
+def masked_bag(padding_idx: int | None = None) -> nn.Module:
     """Mean of the unmasked token embeddings: `{"input_ids", "attention_mask"} -> [N, 3]`."""
 
-    def __init__(self, padding_idx: int | None = None):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3, padding_idx=padding_idx)
-        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        h = torch.tanh(self.mix(self.embed(x["input_ids"])))
+    def function(m: nn.Module, x: dict[str, Tensor]) -> Tensor:
+        h = torch.tanh(m.mix(m.embed(x["input_ids"])))
         mask = x["attention_mask"].unsqueeze(-1).to(h)
-        return self.head((h * mask).sum(1) / mask.sum(1))
+        return m.head((h * mask).sum(1) / mask.sum(1))
+
+    embed = nn.Embedding(5, 3, padding_idx=padding_idx)
+    return Using(function, embed=embed, mix=nn.Linear(3, 3), head=nn.Linear(3, 3))
 
 
-class Padded(nn.Module):
+def padded(tied: bool = False) -> nn.Module:
     """Embedding with padding_idx whose pad positions do reach the output; optionally tied."""
 
-    def __init__(self, tied: bool = False):
-        super().__init__()
-        self.embed = nn.Embedding(5, 3, padding_idx=1)
-        self.mix, self.head = nn.Linear(3, 3), nn.Linear(3, 5)
-        nn.init.normal_(self.embed.weight)  # also the pad row, which PyTorch starts at zero
-        if tied:
-            self.head.weight = self.embed.weight
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.embed(x)
+        return m.head(h + torch.tanh(m.mix(h.cumsum(1)))).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        h = h + torch.tanh(self.mix(h.cumsum(1)))
-        return self.head(h).transpose(1, 2)
+    embed = nn.Embedding(5, 3, padding_idx=1)
+    nn.init.normal_(embed.weight)  # also the pad row, which PyTorch starts at zero
+    model = Using(function, embed=embed, mix=nn.Linear(3, 3), head=nn.Linear(3, 5))
+    if tied:
+        model.head.weight = embed.weight
+    return model
 
 
-class Bare(nn.Module):
+def bare() -> nn.Module:
     """Parameters used by plain operations, one of them broadcast and one transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
-        self.shift = nn.Parameter(torch.randn(()))
-        self.weight = nn.Parameter(torch.randn(4, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.sin(x * self.scale + self.shift) @ self.weight * self.scale.sum()
+    return Using(
+        lambda m, x: torch.sin(x * m.scale + m.shift) @ m.weight * m.scale.sum(),
+        scale=torch.rand(4) + 0.5,
+        shift=torch.randn(()),
+        weight=torch.randn(4, 3),
+    )
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """One linear layer used twice in a row."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+    return Using(
+        lambda m, x: m.head(torch.tanh(m.shared(torch.tanh(m.shared(x))))),
+        shared=nn.Linear(4, 4),
+        head=nn.Linear(4, 3),
+    )
 
 
 class InnerSteps(nn.Module):
@@ -317,33 +271,23 @@ class InnerSteps(nn.Module):
         return torch.tanh((self.weight - self.size * weight) @ x + self.bias - self.size * bias)
 
 
-class PINN(nn.Module):
+def pinn(net: nn.Module) -> nn.Module:
     """Residual of an equation: differentiates the net with respect to its input."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(2, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            u = self.net(x)
+            u = m.net(x)
             (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
             (d2u,) = torch.autograd.grad(du[:, 1].sum(), x, create_graph=True)
         return du[:, :1] - d2u[:, 1:] + u.square()
 
+    return Using(function, net=net)
 
-class FrozenStem(nn.Module):
+
+def frozen_stem() -> nn.Module:
     """Features computed under no_grad, trained head."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = mlp(), mlp(3, 3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            h = self.stem(x)
-        return self.head(h)
+    return Using(lambda m, x: m.head(torch.no_grad()(m.stem)(x)), stem=mlp(), head=mlp(3, 3, 2))
 
 
 # --- The same from plain operations: where PyTorch is wrong, or has no second derivative ----------
@@ -374,7 +318,7 @@ def plain_embedding(weight: Tensor, X: Tensor, pad: int) -> Tensor:
 
 
 def plain_padded(tied: bool, params: Params, X: Tensor) -> Tensor:
-    """`Padded`."""
+    """`padded`."""
     h = plain_embedding(params["embed.weight"], X, 1)
     h = h + torch.tanh(F.linear(h.cumsum(1), params["mix.weight"], params["mix.bias"]))
     head = params["embed.weight" if tied else "head.weight"]
@@ -382,7 +326,7 @@ def plain_padded(tied: bool, params: Params, X: Tensor) -> Tensor:
 
 
 def plain_masked_bag(padding_idx: int, params: Params, X: dict[str, Tensor]) -> Tensor:
-    """`MaskedBag`."""
+    """`masked_bag`."""
     h = plain_embedding(params["embed.weight"], X["input_ids"], padding_idx)
     h = torch.tanh(F.linear(h, params["mix.weight"], params["mix.bias"]))
     mask = X["attention_mask"].unsqueeze(-1).to(h)
@@ -390,7 +334,7 @@ def plain_masked_bag(padding_idx: int, params: Params, X: dict[str, Tensor]) -> 
 
 
 def plain_bag(mode: str, params: Params, X: Tensor) -> Tensor:
-    """`Bag`: EmbeddingBag has no second derivative."""
+    """`bag`: EmbeddingBag has no second derivative."""
     h = params["bag.weight"][X]
     h = h.sum(1) if mode == "sum" else h.mean(1)
     return F.linear(torch.tanh(h), params["head.weight"], params["head.bias"])

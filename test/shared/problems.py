@@ -196,7 +196,7 @@ def _real(*shape: int, sizes: tuple = (3, 2)) -> list[Tensor]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]]]] = {
     "mlp": (models.mlp, partial(_real, 4)),  # [N, C]
-    "scalar": (models.Scalar, partial(_real, 4)),  # [N]
+    "scalar": (models.scalar, partial(_real, 4)),  # [N]
     "tokens": (models.Tokens, _tokens),  # [N, T, C]
     "classes": (partial(models.Tokens, axis=1), _tokens),  # [N, C, T]
 }
@@ -281,10 +281,9 @@ def _recurrent(kind: type, *sizes: int, **options: Any) -> models.Recurrent:
 
 
 def _pinn() -> nn.Module:
-    model = models.PINN()
     # the derivatives of the last two are kernels of their own
-    model.net[1] = nn.Sequential(nn.Tanh(), nn.SiLU(), nn.GELU())
-    return model
+    activation = nn.Sequential(nn.Tanh(), nn.SiLU(), nn.GELU())
+    return models.pinn(nn.Sequential(nn.Linear(2, 4), activation, nn.Linear(4, 1)))
 
 
 _IMAGES, _LONG = partial(_real, 2, 4, 4), (lambda: [torch.randn(2, 2, 5), torch.randn(3, 2, 5)])
@@ -294,14 +293,14 @@ _TEXT = partial(_tokens, shapes=((2, 4), (3, 3)))
 for _case in [
     ("cnn", models.cnn, _IMAGES, _classify),
     ("segmentation", models.segmentation, partial(_real, 1, 2, 3), _classify),
-    ("conv1d", models.Conv1d, _LONG, _regress),
-    ("instance-norm", lambda: models.Norm(nn.InstanceNorm1d(4, affine=True)), _LONG, _regress),
-    ("group-norm", lambda: models.Norm(nn.GroupNorm(2, 4)), _LONG, _classify),
+    ("conv1d", models.conv1d, _LONG, _regress),
+    ("instance-norm", lambda: models.norm(nn.InstanceNorm1d(4, affine=True)), _LONG, _regress),
+    ("group-norm", lambda: models.norm(nn.GroupNorm(2, 4)), _LONG, _classify),
     ("transformer", models.Transformer, _TEXT, _classify),
     ("transformer-tied", partial(models.Transformer, tied=True), _TEXT, _classify),
-    ("encoder-layer-eval", lambda: models.EncoderLayer().eval(), _FOUR, _classify),
-    ("encoder-layer-train", partial(models.EncoderLayer, norm_first=True), _FOUR, _classify),
-    ("self-attention", models.SelfAttention, _FOUR, _regress),
+    ("encoder-layer-eval", lambda: models.encoder_layer().eval(), _FOUR, _classify),
+    ("encoder-layer-train", partial(models.encoder_layer, norm_first=True), _FOUR, _classify),
+    ("self-attention", models.self_attention, _FOUR, _regress),
     ("rnn", partial(_recurrent, nn.RNN, 2, 3), _SEQUENCE, _regress),
     ("gru", partial(_recurrent, nn.GRU, 2, 2), _SEQUENCE, _classify),
     ("lstm", partial(_recurrent, nn.LSTM, 2, 2), _SEQUENCE, _classify),
@@ -310,9 +309,9 @@ for _case in [
         partial(_recurrent, nn.LSTM, 2, 2, num_layers=2, bidirectional=True, proj_size=1),
         partial(_real, 2, 2, sizes=(2, 1)), partial(_regress, reduction="sum"),
     ),
-    ("bare-parameter", models.Bare, partial(_real, 4), _classify),
-    ("used-twice", models.Twice, partial(_real, 4), _classify),
-    ("checkpoint", models.Checkpointed, partial(_real, 4), _classify),
+    ("bare-parameter", models.bare, partial(_real, 4), _classify),
+    ("used-twice", models.twice, partial(_real, 4), _classify),
+    ("checkpoint", models.checkpointed, partial(_real, 4), _classify),
     ("linear-mse-mean", partial(nn.Linear, 4, 3), partial(_real, 4), _regress),
     ("logistic", partial(nn.Linear, 4, 3), partial(_real, 4), _classify),
 ]:  # fmt: skip
@@ -324,14 +323,14 @@ _add("pinn", _pinn, partial(_real, 2), _regress, tags=frozenset({"inner-grad"}))
 @_register
 def _cross_attention() -> Problem:
     X = [(torch.randn(2, 2, 4), torch.randn(2, 3, 3)), (torch.randn(3, 3, 4), torch.randn(3, 2, 3))]
-    return _regress(models.CrossAttention(), X, batch_size_fn=lambda X: X[0].shape[0])
+    return _regress(models.cross_attention(), X, batch_size_fn=lambda X: X[0].shape[0])
 
 
 @_register
 def _lstm_packed() -> Problem:
     lengths = [torch.tensor([2, 3]), torch.tensor([3, 1, 2])]
     X = [(torch.randn(len(n), 3, 2), n) for n in lengths]
-    return _classify(models.PackedLSTM(), X, batch_size_fn=lambda X: X[0].shape[0])
+    return _classify(models.packed_lstm(), X, batch_size_fn=lambda X: X[0].shape[0])
 
 
 @_register
@@ -345,7 +344,7 @@ def _weight_norm() -> Problem:
 
 
 def _padding(tied: bool) -> Problem:
-    model = models.Padded(tied)
+    model = models.padded(tied)
     # pads in the second batch only: a test on the first one would not notice them
     X = [torch.tensor([[0, 4, 2], [3, 3, 2]]), torch.tensor([[1, 2], [4, 0], [1, 3]])]
     constant = _row(model, "embed.weight", 1)
@@ -355,7 +354,7 @@ def _padding(tied: bool) -> Problem:
 
 def _bag(mode: str) -> Problem:
     return _classify(
-        models.Bag(mode),
+        models.bag(mode),
         _tokens(),
         reference_model=partial(models.plain_bag, mode),
         tags=frozenset({"no-double-backward"}),
@@ -409,7 +408,7 @@ def _dict_batches() -> list[dict[str, Tensor]]:
 
 
 def _masked(padding_idx: int | None) -> Problem:
-    model = models.MaskedBag(padding_idx)
+    model = models.masked_bag(padding_idx)
     fields: dict[str, Any] = {"batch_size_fn": lambda X: X["input_ids"].shape[0]}
 
     if padding_idx is not None:
@@ -450,7 +449,7 @@ def _data_parallel() -> Problem:
 @_register
 def _frozen_stem() -> Problem:
     """A part under torch.no_grad(), whose parameters are not asked for."""
-    model = models.FrozenStem()
+    model = models.frozen_stem()
     params = {k: v for k, v in model.named_parameters() if k.startswith("head")}
     return _classify(model, _real(4), params=params)
 

@@ -263,12 +263,6 @@ def ggn(p: Problem) -> Tensor:
     return normalization(p) * result
 
 
-def mc_fisher_expectation(p: Problem) -> Tensor:
-    """Expectation of the Monte-Carlo Fisher, the GGN, where it is defined."""
-    assert p.mc, f"{p.name}: no Monte-Carlo Fisher for this loss"
-    return ggn(p)
-
-
 def empirical_fisher(p: Problem, terms: str = "term") -> Tensor:
     """c * sum_t g_t g_t^T, `[D, D]`; `terms="sample"` adds up a sample's terms first."""
     assert terms in ("term", "sample")

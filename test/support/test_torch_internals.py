@@ -92,11 +92,8 @@ def test_pytree():
     assert leaves[0] is x and leaves[1:] == [1, None]
     assert torch_internals.pytree.tree_unflatten([3, 4, 5], structure) == {"a": [3, 4], "b": (5,)}
     assert torch_internals.pytree.tree_leaves(leaves) == leaves
-    assert [torch_internals.pytree.tree_is_leaf(x) for x in (x, {}, object())] == [
-        True,
-        False,
-        True,
-    ]
+    is_leaf = torch_internals.pytree.tree_is_leaf
+    assert is_leaf(x) and is_leaf(object()) and not is_leaf({})
 
 
 def test_without_torch_function():
@@ -107,23 +104,14 @@ def test_without_torch_function():
     assert counter.num_calls == 1
 
 
-def test_input_metadata():
+def test_nodes():
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-    node = x.max(dim=0).values.grad_fn
-    metadata = torch_internals.input_metadata(node, 0)
+    metadata = torch_internals.input_metadata(x.max(dim=0).values.grad_fn, 0)
     assert tuple(metadata.shape) == (3,) and metadata.dtype == torch.float64
-
-
-def test_saved_values():
-    x = torch.ones(2, requires_grad=True)
     y = x.exp()
     (saved,) = torch_internals.saved_values(y.grad_fn)
     assert saved.data.data_ptr() == y.data_ptr()
-
-
-def test_function_of():
-    node = Twice.apply(torch.ones(1, requires_grad=True)).grad_fn
-    assert torch_internals.function_of(node) is Twice
+    assert torch_internals.function_of(Twice.apply(x).grad_fn) is Twice
 
 
 def test_modules():
@@ -151,21 +139,14 @@ def test_hooks_of_modules():
         handle.remove()
 
 
-def test_version():
-    x = torch.zeros(1)
+def test_attributes_of_tensors():
+    x = torch.zeros(2)
     before = torch_internals.version_of(x)
     assert torch_internals.version_of(x.add_(1)) == before + 1
     with torch.inference_mode():
         assert torch_internals.version_of(torch.zeros(1)) is None
-
-
-def test_base():
-    x = torch.zeros(2)
     assert torch_internals.base_of(x[1:]) is x and torch_internals.base_of(x) is None
-
-
-def test_mark_as_parameter():
-    torch_internals.mark_as_parameter(x := torch.zeros(1))
+    torch_internals.mark_as_parameter(x)
     assert isinstance(x, nn.Parameter)
 
 
@@ -189,28 +170,29 @@ def test_strided_tensors():
         assert torch.equal(parts[-1], torch.ones(2))
 
 
-#: A product in forward mode, in a process of its own in which warnings are errors.
-FORWARD_MODE = """
+#: Products in forward mode, in a process of its own in which warnings are errors.
+PRODUCTS = """
 import sys, torch, curvlinops
 assert "torch._decomp.decompositions_for_jvp" not in sys.modules  # the import takes 0.1 s
 model, data = torch.nn.Linear(2, 2), [(torch.ones(3, 2), torch.ones(3, 2))]
 G = curvlinops.GGNLinearOperator(model, torch.nn.MSELoss(), list(model.parameters()), data)
 G @ torch.ones(6)
+curvlinops.eigsh(G, 1)
 assert "torch._decomp.decompositions_for_jvp" in sys.modules
+assert "torch._dynamo" not in sys.modules  # the compiler
 """
 
 
-def test_forward_mode_is_imported_without_warnings_when_used():
-    subprocess.run([sys.executable, "-W", "error", "-c", FORWARD_MODE], check=True)
+def test_products_import_without_warnings_what_they_use():
+    subprocess.run([sys.executable, "-W", "error", "-c", PRODUCTS], check=True)
 
 
 def test_run_backward():
     x = torch.ones(2, requires_grad=True)
     y = (3 * x).sum()
     options = {"allow_unreachable": True, "accumulate_grad": False}
-    (gradient,) = torch_internals.run_backward(
-        (y,), (torch.tensor(2.0),), False, False, (x,), **options
-    )
+    arguments = (y,), (torch.tensor(2.0),), False, False, (x,)
+    (gradient,) = torch_internals.run_backward(*arguments, **options)
     assert torch.equal(gradient, torch.full((2,), 6.0)) and x.grad is None
 
 
