@@ -1,5 +1,6 @@
 """Fixtures of several files."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,9 @@ def double() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over what was there before the tests, which is a lot."""
+    gc.collect()
+    gc.freeze()
