@@ -351,6 +351,12 @@ def products() -> None:
         compare(p, sharded(p), ("hessian", "ggn", "fisher-samples"))
 
 
+@check(1)
+def products_of_one_process() -> None:
+    p = small()
+    compare(p, sharded(p), ("hessian", "ggn"))
+
+
 @check(2, 3)
 def factors_and_rows() -> None:
     for p, own in kinds():
