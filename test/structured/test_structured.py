@@ -127,7 +127,40 @@ def test_sums_with_the_identity_keep_its_names(flat: StructuredLinearOperator, o
     torch.testing.assert_close(total.diagonal(), matrix.diagonal())
 
 
+FORMS = {
+    "itself": lambda op: op,
+    "damped": lambda op: damped(op, 2.0),
+    "decomposed": lambda op: op.eigh(),
+    "transposed": lambda op: op.T,
+}
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ALL)
+def test_sums_and_products_of_any_two(name: str, form: str):
+    first, M = ALL[name]()
+    first, M = FORMS[form](first), M + 2.0 * eye(len(M)) * (form == "damped")
+    for second, N in (two for make in ALL.values() for two in [make()] if two[1].shape == M.shape):
+        if not (first.space.is_flat or second.space.is_flat) and first.space != second.space:
+            continue
+        for operator, matrix in (
+            (first + second, M + N),
+            (second.eigh() - first, N - M),
+            (first @ second, M @ N),
+            (first + first, 2 * M),
+            (first @ first, M @ M),
+        ):
+            torch.testing.assert_close(operator @ eye(len(M)), matrix)
+            torch.testing.assert_close(operator.T @ eye(len(M)), matrix.T)
+            if isinstance(operator, StructuredLinearOperator):
+                torch.testing.assert_close(operator.to_dense(), matrix)
+                torch.testing.assert_close(operator.frobenius_norm(), matrix.norm())
+                torch.testing.assert_close(operator.trace(), matrix.trace())
+
+
 ONE, TWO, M1, M2 = Kron(B, A), Kron(B2, A2), kron(B, A), kron(B2, A2)
+EIGH = ONE.eigh()
 BLOCKS = Blocks({"a": Kron(A), "b": Diag(b)})
 OTHERS = Blocks({"a": Kron(A2), "b": 2 * Identity(3)})
 #: Sums and products, and whether their structure is kept.
@@ -142,6 +175,7 @@ COMBINED = {
     "damped products": (ONE + Identity(12) + TWO, M1 + M2 + eye(12), False),
     "a damped factor": ((ONE + Identity(12)) @ TWO, (M1 + eye(12)) @ M2, False),
     "two eigendecompositions": (ONE.eigh() + TWO.eigh(), M1 + M2, False),
+    "the same eigenvectors": (EIGH @ damped(EIGH, 0.5), M1 @ (M1 + 0.5 * eye(12)), True),
 }
 
 
