@@ -28,7 +28,8 @@ TESTS = {
     "support": """
         messages/arguments support/norms risk/data risk/changes risk/linearized
         structured/structured structured/saving messages/mistakes_of_ours
-        algorithms/callbacks::test_bars_know_their_total contract/modes""",
+        algorithms/callbacks::test_bars_know_their_total contract/modes kfac/module_factors
+        distributed/parallel::test_together[sharded_checks-1]""",
     "linear_operator": """
         linear_operator/algebra algorithms/as_operator linear_operator/compile
         contract/contract::test_kinds_of_vectors contract/contract::test_linear_and_adjoint

@@ -452,6 +452,10 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"loss": MSE, **LENGTHS}, LENGTH),
     ({"model": ROOT}, "gradient on batch 0 is not finite in parameter 'scale'"),
     *(({"data": [DATA[0], (NAN, Y)], "kind": kind}, "loss on batch 1 is nan") for kind in KINDS),
+    (
+        {"data": [(NAN, Y), DATA[0]], "loss": lambda z, y: CE(z, y), "reduction": "mean"},
+        "loss on batch 0 is nan",
+    ),
     ({"num_data": 6}, "num_data is 6, but data has 5 samples"),
     ({"data": [DATA[0], {"X": X}]}, "Batch 1 of the data is a dict, expected a pair"),
     ({"data": [(X.to("meta"), Y)]}, r"a tensor of shape \[5, 3\] on the meta device"),

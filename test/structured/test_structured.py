@@ -179,6 +179,12 @@ COMBINED = {
 }
 
 
+def test_transposed_eigenvectors():
+    values, Q = torch.linalg.eigh(A)
+    transposed = EighDecomposedLinearOperator(values, Q).eigenvectors.T
+    torch.testing.assert_close(transposed @ eye(len(A)), Q.T)
+
+
 @pytest.mark.parametrize("name", COMBINED)
 def test_sums_and_products(name: str):
     operator, matrix, has_structure = COMBINED[name]
@@ -215,6 +221,8 @@ def test_products_that_are_not_symmetric(groups: tuple[int, ...]):
     factors = [randn(*groups, 3, 3), randn(*groups, 2, 2)]
     square, dense = Kron(*factors), kron(*factors)
     torch.testing.assert_close(square.det(), dense.det())
+    opposite = factors[0], factors[1].flip(-2)
+    torch.testing.assert_close(Kron(*opposite).det(), kron(*opposite).det())
     torch.testing.assert_close(square.trace(), dense.trace())
     torch.testing.assert_close((square**3).to_dense(), dense @ dense @ dense)
     torch.testing.assert_close((square**0) @ eye(len(dense)), eye(len(dense)))
