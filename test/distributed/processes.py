@@ -18,6 +18,8 @@ from contract import error
 from problems import Problem
 from torch import Tensor, nn
 
+#: How long a process waits for another one. A busy machine may let one sleep for many seconds.
+LIMIT = datetime.timedelta(minutes=3)
 #: By the number of processes: what they check together.
 Checks = dict[int, dict[str, Callable[[], None]]]
 
@@ -142,8 +144,7 @@ def main(checks: Checks, rank: int, size: int, folder: str) -> None:
     """Join the other processes, run the checks in a folder, and write which failed, and how."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", limit, size, rank)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, size, rank)
     warnings.simplefilter("error")
     found = {}
     for name, run in checks[size].items():

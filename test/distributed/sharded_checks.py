@@ -1,7 +1,6 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
 
 import copy
-import datetime
 import itertools
 import os
 import time
@@ -20,6 +19,7 @@ from contract import ALL, CASES, error, matrix
 from models import InnerSteps
 from problems import Problem
 from processes import (
+    LIMIT,
     Failing,
     FailingData,
     FailingLoss,
@@ -704,8 +704,7 @@ class Ending(nn.Module):
 
 def ended_process(rank: int, folder: str) -> None:
     """The other process has an error, and does not wait for ever."""
-    limit = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", f"file://{folder}/rendezvous", limit, 2, rank)
+    dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, 2, rank)
     own = sharded(small(lambda: Net(Ending())))
     H = ALL["hessian"].build(own, process_group=group())
     own.model.act.ends = True
