@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import os
+import site
 import sys
 import sysconfig
 from collections import deque
@@ -9,13 +11,17 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops.support.torch_internals import modules_of
 
 #: Folders of code that is not searched: the standard library and installed packages.
-_LIBRARIES = tuple(
-    sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")
+_LIBRARIES = (
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    *site.getsitepackages(),
+    site.getusersitepackages(),
+    os.path.dirname(torch.__file__),
 )
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 #: Longer containers are data, such as a vocabulary.

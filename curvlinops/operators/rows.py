@@ -124,12 +124,12 @@ class RowsLinearOperator(DataLinearOperator):
     def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
         """Multiply parameter vectors, which are zero outside of ``columns``."""
         num_columns = next(iter(columns.values())).shape[0]
+        self._check_number(num_columns)
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
         flat_out = rows.join_rows(out)
 
-        self._check_number(num_columns)
         with self.risk.sharing(columns, {}), self._linearizations(num_columns) as batches:
             slices = RowSlices(rows.dim)
             for apply in slices.of(batches):
@@ -142,10 +142,10 @@ class RowsLinearOperator(DataLinearOperator):
     def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
         U, space = rows.join_rows(columns), self.risk.space.restricted(names)
+        self._check_number(U.shape[0])
         out = space.zeros(U.shape[0])
         if U.shape[0] == 0:
             return out
-        self._check_number(U.shape[0])
 
         def build(problem: BatchProblem, is_kept: bool) -> tuple[AddRows, int]:
             return self._linearize_adjoint(problem)

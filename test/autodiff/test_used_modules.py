@@ -1,6 +1,9 @@
 """Modules that a function uses are found, wherever it keeps them."""
 
 import functools
+import os
+import site
+import sysconfig
 import types
 from collections.abc import Callable
 from copy import deepcopy
@@ -63,6 +66,16 @@ def test_data_is_not_searched_for_modules():
 
     words, many = Lazy({str(i): i for i in range(2000)}), list(range(100_000))
     assert find_modules(lambda X: MODULE(X) + len(words) + len(many)) == [MODULE]
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [sysconfig.get_path("purelib"), site.getusersitepackages(), os.path.dirname(torch.__file__)],
+)
+def test_code_of_packages_is_not_searched(folder: str):
+    names = {"net": MODULE}
+    exec(compile("def function(x): return net(x)", f"{folder}/package.py", "exec"), names)
+    assert not find_modules(names["function"])
 
 
 # --- what is done with them

@@ -1013,16 +1013,17 @@ def uses_that_are_refused() -> None:
     for A in (J, J.T):
         with fails(TypeError, "belong to single processes.*parameters are sharded"):
             curvlinops.hutchinson_squared_fro(A, 2)
-    unequal = {  # from parts, since a tensor that is distributed is that of the first process
-        n: DTensor.from_local(
-            torch.ones(*x.to_local().shape, 1 + rank()).double(),
-            x.device_mesh, x.placements, shape=(*x.shape, 1 + rank()),
-            stride=torch.empty(*x.shape, 1 + rank()).stride(),
-        )
-        for n, x in v.items()
-    }  # fmt: skip
-    with fails(ValueError, r"different numbers of vectors at once: \[1, 2\]"):
-        J @ unequal
+    for number in (0, 1):  # on the first process
+        unequal = {  # from parts, since a tensor that is distributed is that of the first process
+            n: DTensor.from_local(
+                torch.ones(*x.to_local().shape, number + rank()).double(),
+                x.device_mesh, x.placements, shape=(*x.shape, number + rank()),
+                stride=torch.empty(*x.shape, number + rank()).stride(),
+            )
+            for n, x in v.items()
+        }  # fmt: skip
+        with fails(ValueError, rf"different numbers of vectors at once: \[{number}, "):
+            J @ unequal
     if rank() == 1:
         v["head.bias"].to_local()[0] = torch.nan
     with fails(ValueError, "NaN or infinite values"):
