@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 
 from curvlinops.autodiff.parameters import with_attributes
 from curvlinops.autodiff.scattering import Gather, ShardedParameter
+from curvlinops.linear_operator.sharded_space import empty_whole, gather_parts
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.torch_internals import (
     all_gather,
@@ -216,8 +217,8 @@ class Shards:
         if kind == Kind.NOTHING:
             return None
         if kind == Kind.PARAMETER:
-            local = self._tensors[number].to_local()
-            return self._gather(local, self._empty(number) if tensor is None else tensor)
+            out = self._empty(number) if tensor is None else tensor
+            return gather_parts(out, self._tensors[number].to_local(), self.group)
         name, parameter = list(self.params.items())[number]
         local = parameter.to_local()
         # the axis of columns is the last one here
@@ -226,10 +227,10 @@ class Shards:
             vectors = self._vectors.get(name)
             rows = self._zeros(shape) if vectors is None else vectors[first:stop]
             rows = rows.movedim(0, -1)
-            return self._gather(rows, self._whole(parameter, rows))
+            return gather_parts(empty_whole(rows, len(parameter), self.group), rows, self.group)
         sums = self._sums.get(name)
         out = self._zeros(shape) if sums is None else sums[first:stop]
-        total = self._whole(parameter, out.movedim(0, -1))
+        total = empty_whole(out.movedim(0, -1), len(parameter), self.group)
         if tensor is None:
             total.zero_()
         else:
@@ -286,21 +287,7 @@ class Shards:
 
     def _empty(self, number: int) -> Tensor:
         parameter = self._tensors[number]
-        return self._whole(parameter, parameter.to_local())
-
-    def _whole(self, parameter: Any, local: Tensor) -> Tensor:
-        """Return memory for the parts of all processes, which are padded to the same length."""
-        length = -(-len(parameter) // self.size) * self.size
-        return local.new_empty(length, *local.shape[1:])
-
-    def _gather(self, local: Tensor, full: Tensor) -> Tensor:
-        """Write the parts of all processes, which are padded, one after the other."""
-        length = len(full) // self.size
-        if len(local) < length:
-            padding = local.new_zeros(length - len(local), *local.shape[1:])
-            local = torch.cat([local, padding])
-        all_gather(full, local.contiguous(), self.group)
-        return full
+        return empty_whole(parameter.to_local(), len(parameter), self.group)
 
     # --- derivatives
 

@@ -13,6 +13,32 @@ from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.torch_internals import all_gather, distributed_tensors
 
 
+def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
+    """Return memory for the parts of all processes, see ``gather_parts``.
+
+    Args:
+        part: This process's part.
+        length: The number of rows that the processes have together.
+        group: The processes.
+    """
+    return part.new_empty(-(-length // group.size()) * group.size(), *part.shape[1:])
+
+
+def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
+    """Write the parts of all processes, one after the other; return where.
+
+    Args:
+        out: Where to write them. It has equally many rows for each process.
+        part: This process's part, which is padded with zeros if it has fewer rows.
+        group: The processes.
+    """
+    padding = len(out) // group.size() - len(part)
+    if padding:
+        part = torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
+    all_gather(out, part.contiguous(), group)
+    return out
+
+
 class ShardLayout(NamedTuple):
     """How a parameter is sharded along its first axis.
 
@@ -176,12 +202,8 @@ class ShardedSpace(ParameterSpace):
         """
         if name not in self.layouts:
             return part
-        size, length = self._group.size(), self.shapes[name][0]
-        rows = part.movedim(0, -1)
-        padded = rows.new_zeros(-(-length // size), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        full = rows.new_empty(size * len(padded), *rows.shape[1:])
-        all_gather(full, padded, self._group)
+        rows, length = part.movedim(0, -1), self.shapes[name][0]
+        full = gather_parts(empty_whole(rows, length, self._group), rows, self._group)
         return full[:length].movedim(-1, 0)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
