@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.linear_operator.vectors import Vectors, is_native, to_columns
+from curvlinops.linear_operator.vectors import Vectors, is_native
 from curvlinops.support.arguments import without_graph
 from curvlinops.support.progress import count_products
 
@@ -96,7 +96,8 @@ class Matrix:
         """
         without_graph(x, "The vector")
         domain = self.operator.domain
-        return domain.join_rows(to_columns(x if is_native(x) else np.array(x), domain)[0])
+        x = x if is_native(x) else np.array(x)
+        return domain.join_rows(self.operator._to_columns(x, domain)[0])
 
 
 def as_operator(A: AnyMatrix) -> TorchLinearOperator:

@@ -14,7 +14,7 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
+from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.progress import show_residuals
 from curvlinops.support.torch_modes import in_default_modes
@@ -181,7 +181,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients; only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        columns, write = to_columns(B, self.domain)
+        columns, write = self._to_columns(B, self.domain)
         start = self._x0 if x0 is None else self._matrix.read_rows(x0)
         X, *info = self._solve(self.domain.join_rows(columns), start)
         return Solution(write(self.codomain.split_rows(X), self.codomain), *info)

@@ -14,7 +14,7 @@ from curvlinops.algorithms.krylov import Kind
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Array, Vectors, to_columns
+from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.norms import double_norm
 from curvlinops.support.torch_modes import in_default_modes
@@ -111,7 +111,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
-        columns, write = to_columns(x, self.domain)
+        columns, write = self._to_columns(x, self.domain)
         X, *info = self._solve(self.domain.join_rows(columns), adjoint=False)
         return LSMRSolution(write(self.codomain.split_rows(X), self.codomain), *info)
 

@@ -197,28 +197,48 @@ class Shards:
         return sorted({Request(*numbers) for numbers in every.view(self.size, -1).tolist()})
 
     def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
-        """Return what this process requests, given its own tensor for it, see ``_serve``."""
+        """Return what this process requests, see ``_serve``.
+
+        Args:
+            own: The request.
+            tensor: What this process adds to a sum, ``[*shape, k]``.
+        """
+        # before the round: without memory, this process still serves others
+        memory = self._memory(own)
+        if tensor is not None:
+            memory[: len(tensor)], memory[len(tensor) :] = tensor, 0
         for request in self._round(own):
             if request == own:
-                found = self._serve(request, tensor)
+                found = self._serve(request, memory)
             else:
                 self._serve(request)
         return found
 
-    def _serve(self, request: Request, tensor: Tensor | None = None) -> Tensor | None:
+    def _memory(self, request: Request) -> Tensor:
+        """Return memory for a whole parameter, or for whole columns ``[*shape, k]``."""
+        kind, number, first, stop = request
+        if kind == Kind.PARAMETER:
+            parameter = self._tensors[number]
+            return empty_whole(parameter.to_local(), len(parameter), self.group)
+        parameter = list(self.params.values())[number]
+        columns = self._zeros((1, *parameter.shape[1:], stop - first))
+        return empty_whole(columns, len(parameter), self.group)
+
+    def _serve(self, request: Request, memory: Tensor | None = None) -> Tensor | None:
         """Take part in the collective of a request.
 
         Args:
             request: The request.
-            tensor: Memory for what is gathered, or what this process adds to the sum. Default: any
+            memory: Memory for what is gathered, or what this process adds to the sum. Default: any
                 memory, or zeros.
         """
         kind, number, first, stop = request
         if kind == Kind.NOTHING:
             return None
+        is_mine = memory is not None
+        memory = self._memory(request) if memory is None else memory
         if kind == Kind.PARAMETER:
-            out = self._empty(number) if tensor is None else tensor
-            return gather_parts(out, self._tensors[number].to_local(), self.group)
+            return gather_parts(memory, self._tensors[number].to_local(), self.group)
         name, parameter = list(self.params.items())[number]
         local = parameter.to_local()
         # the axis of columns is the last one here
@@ -226,18 +246,14 @@ class Shards:
         if kind == Kind.VECTORS:
             vectors = self._vectors.get(name)
             rows = self._zeros(shape) if vectors is None else vectors[first:stop]
-            rows = rows.movedim(0, -1)
-            return gather_parts(empty_whole(rows, len(parameter), self.group), rows, self.group)
+            return gather_parts(memory, rows.movedim(0, -1), self.group)
+        if not is_mine:
+            memory.zero_()
+        part = memory.new_empty(len(memory) // self.size, *memory.shape[1:])
+        reduce_scatter(part, memory, self.group)
         sums = self._sums.get(name)
-        out = self._zeros(shape) if sums is None else sums[first:stop]
-        total = empty_whole(out.movedim(0, -1), len(parameter), self.group)
-        if tensor is None:
-            total.zero_()
-        else:
-            total[: len(parameter)], total[len(parameter) :] = tensor.movedim(0, -1), 0
-        part = total.new_empty(len(total) // self.size, *total.shape[1:])
-        reduce_scatter(part, total, self.group)
-        out += part[: len(local)].movedim(-1, 0)
+        if sums is not None:
+            sums[first:stop] += part[: len(local)].movedim(-1, 0)
         return None
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
@@ -274,8 +290,7 @@ class Shards:
             return self._latest[1]
         self.forget()
         with _plain_calls():
-            # before the round: after an error here, other processes are still served
-            full = self._ask(Request(Kind.PARAMETER, number), self._empty(number))
+            full = self._ask(Request(Kind.PARAMETER, number))
             full = with_attributes(full[: len(self._tensors[number])], self._tensors[number])
             self._gathered[full.untyped_storage()] = number, full.dtype
         self._latest = number, full
@@ -284,10 +299,6 @@ class Shards:
     def forget(self) -> None:
         """Free the parameter that was gathered last, if nothing else has it."""
         self._latest = None
-
-    def _empty(self, number: int) -> Tensor:
-        parameter = self._tensors[number]
-        return empty_whole(parameter.to_local(), len(parameter), self.group)
 
     # --- derivatives
 
@@ -299,7 +310,9 @@ class Shards:
 
     @contextmanager
     def product(self, vectors: Columns, sums: Columns) -> Iterator[None]:
-        """Let all processes gather vectors, and add gradients to sums, until all are done.
+        """Let all processes gather vectors, and add gradients to sums.
+
+        All must be done inside of the context, see ``settle``.
 
         Args:
             vectors: The parts of the vectors that are multiplied, ``[K, *part]``.
@@ -310,7 +323,6 @@ class Shards:
         try:
             yield
         finally:
-            self.settle()  # after an error, too: others wait for this process
             self._vectors, self._sums, self.is_sharing = {}, {}, False
 
     def at_columns(self, columns: slice) -> None:
@@ -343,7 +355,7 @@ class Shards:
         """Add gradients of a whole parameter, ``[k, *shape]``, to the present columns of sums."""
         self.has_added = True
         with _plain_calls():
-            self._ask(self._request(Kind.SUM, name), gradients)
+            self._ask(self._request(Kind.SUM, name), gradients.movedim(0, -1))
 
     def _request(self, kind: Kind, name: str) -> Request:
         return Request(kind, self._order[name], self._columns.start, self._columns.stop)

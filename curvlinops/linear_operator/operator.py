@@ -13,6 +13,7 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vector_gradients import product_with_graph
 from curvlinops.linear_operator.vectors import (
     Array,
+    FromColumns,
     check_finite,
     is_followed,
     is_native,
@@ -28,6 +29,7 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_METHODS
+from curvlinops.support.processes import raised_in_all
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
@@ -225,6 +227,12 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         """Return the operators that this one multiplies with, see ``linearized``."""
         return ()
 
+    def _processes(self) -> Any:
+        """Return the group of processes that multiply together, ``None`` for a single process."""
+        groups = (operand._processes() for operand in self._operands())
+        of_spaces = (space.group for space in (self.domain, self.codomain))
+        return next((x for x in (*groups, *of_spaces) if x is not None), None)
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
         out = self._apply(self.domain.fill(columns))
@@ -247,16 +255,22 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
     def _product(self, x: Any, adjoint: bool = False) -> Any:
         """Multiply vectors of any kind by the operator, or by its adjoint."""
         domain, codomain = self._spaces_of(adjoint)
-        columns, from_columns = to_columns(x, domain)
+        columns, from_columns = self._to_columns(x, domain)
         return from_columns(self._multiply_columns(columns, adjoint), codomain)
+
+    def _to_columns(self, x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
+        """Read vectors; an error in one process is raised in all that multiply together."""
+        with raised_in_all(self._processes()):
+            return to_columns(x, space)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply vectors ``[K, dim]``, of which this process may have parts."""
         domain, codomain = self._spaces_of(adjoint)
-        rows = rows.to(domain.device, domain.dtype)
-        columns = domain.split_rows(rows)
-        check_finite(columns, rows, domain)
+        with raised_in_all(self._processes()):
+            rows = rows.to(domain.device, domain.dtype)
+            columns = domain.split_rows(rows)
+            check_finite(columns, rows)
         return codomain.join_rows(self._multiply_columns(columns, adjoint))
 
     def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:

@@ -37,6 +37,8 @@ class ParameterSpace:
 
     #: Whether processes have parts of vectors.
     is_sharded = False
+    #: The processes that have the parts.
+    group: Any = None
 
     def __init__(
         self,

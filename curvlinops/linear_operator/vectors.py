@@ -138,7 +138,7 @@ def _structure_to_columns(
     single, named = not any(counts.values()), isinstance(x, MAPPINGS)
     columns = {name: _from_tensor(value, space) for name, value in space.parts(values).items()}
     columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in columns.items()}
-    check_finite(columns, space=space)
+    check_finite(columns)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
         if named and codomain.is_flat:
@@ -192,22 +192,17 @@ def _check_real(is_complex: bool) -> None:
         )
 
 
-def check_finite(
-    columns: Columns, joined: Tensor | None = None, space: ParameterSpace | None = None
-) -> None:
+def check_finite(columns: Columns, joined: Tensor | None = None) -> None:
     """Refuse vectors that are not finite.
 
     Args:
         columns: The vectors.
         joined: The same numbers in one tensor, if there is one.
-        space: Their space, if processes may have parts of them.
 
     Raises:
         ValueError: If a value is NaN or infinite.
     """
     name = not_finite(columns, joined)
-    if space is not None and space.any(name is not None) and name is None:
-        raise ValueError("The vector contains NaN or infinite values on another process.")
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

@@ -20,7 +20,7 @@ from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.derivatives import Apply
 from curvlinops.risk.determinism import check_repeatable
-from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
@@ -32,6 +32,7 @@ from curvlinops.risk.linearization import (
 )
 from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_count, check_flag
+from curvlinops.support.processes import raised_in_all
 from curvlinops.support.torch_modes import exclusive, in_default_modes
 
 
@@ -104,14 +105,17 @@ class DataLinearOperator(TorchLinearOperator):
 
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
-        self.cache = check_cache(self.cache)
-        if self.chunk_size is not None:
-            self.chunk_size = check_count("chunk_size", self.chunk_size)
-        if isinstance(self.params, Iterator):  # it yields its tensors only once
-            self.params = list(self.params)
         with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
+            self.cache = check_cache(self.cache)
+            if self.chunk_size is not None:
+                self.chunk_size = check_count("chunk_size", self.chunk_size)
+            if isinstance(self.params, Iterator):  # it yields its tensors only once
+                self.params = list(self.params)
+            model = wrap_model(self.model_func, self.params)
+            ranks.shards = model.shards
+        with peers_of(ranks).raise_on_all_ranks(), exclusive():
             self.risk = EmpiricalRisk(
-                wrap_model(self.model_func, self.params),
+                model,
                 self._wrap_loss(self.loss_func, self.reduction),
                 Batches(self.data, self.batch_size_fn, self.num_data),
                 self.progressbar,
@@ -125,7 +129,8 @@ class DataLinearOperator(TorchLinearOperator):
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
             self._check_shards()
-        with ranks.synchronized(self.risk, "__init__", blocks=self._blocks), exclusive():
+        options = {"blocks": self._blocks, **self._compared_options()}
+        with ranks.synchronized(self.risk, "__init__", **options), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 
@@ -157,24 +162,26 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
         """Multiply some tensors of vectors, for some tensors of the product."""
-        num_columns = next(iter(columns.values())).shape[0]
-        flat = codomain.empty(num_columns).zero_()
-        out, names = codomain.split_rows(flat), codomain.names
-        both = (([n for n in b if n in columns], [n for n in b if n in out]) for b in self._blocks)
+        num_columns, names = next(iter(columns.values())).shape[0], codomain.names
+        both = (
+            ([n for n in b if n in columns], [n for n in b if n in names]) for b in self._blocks
+        )
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
-        if num_columns == 0 or not both:
-            return out
         weight, ranks = 0.0, self.risk.ranks
-        with (
-            self._together("matmat", columns, wanted=names) as columns,
-            self.risk.sharing(columns, out),
-            self._linearizations(num_columns * len(both)) as applies,
-        ):
-            for apply in applies:
-                for inputs, outputs in both:
-                    V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                    share = apply(V, products)
-                weight = weight + share
+        with self._together("matmat", columns, wanted=names) as columns:
+            flat = codomain.empty(num_columns).zero_()
+            out = codomain.split_rows(flat)
+            if num_columns == 0 or not both:
+                return out
+            with (
+                self.risk.sharing(columns, out),
+                self._linearizations(num_columns * len(both)) as applies,
+            ):
+                for apply in applies:
+                    for inputs, outputs in both:
+                        V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
+                        share = apply(V, products)
+                    weight = weight + share
         flat = self.risk.add(flat, codomain)
         flat *= self.risk.scale(ranks.total(weight))
         self._check_finite(out, flat)
@@ -247,10 +254,19 @@ class DataLinearOperator(TorchLinearOperator):
             with self.risk.batches(description, data) as batches:
                 yield batches
 
+    def _processes(self) -> Any:
+        shards = self.risk.model.shards
+        # while parameters may be gathered, errors are raised in all anyway
+        return None if shards is not None and shards.is_open else self.risk.peers.group
+
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options that are numbers or strings, by name."""
         options = ((name, getattr(self, name)) for name in _own_arguments(type(self)))
         return {name: x for name, x in options if isinstance(x, int | float | str)}
+
+    def _compared_options(self) -> dict[str, Any]:
+        """Return the options that must be the same in all processes."""
+        return {f"option '{name}'": x for name, x in self._settings().items() if name != "seed"}
 
     @contextmanager
     def _together(
@@ -260,19 +276,22 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.ranks.size == 1:
             yield columns
             return
-        options = {f"option '{name}'": x for name, x in self._settings().items() if name != "seed"}
         shared = linearization_of(self)
-        details |= options | {"is_linearized": shared is not None}
+        details |= self._compared_options() | {"is_linearized": shared is not None}
         with_values = shared is None or not shared.is_synchronized
-        ranks, common = self.risk.ranks, columns
+        ranks, common, parts, replicas = self.risk.ranks, columns, {}, None
         if columns and self.risk.space.is_sharded:
-            # processes have different parts of the others
+            shards = self.risk.model.shards
+            replicas = shards.replicas
             details["number of vectors"] = len(next(iter(columns.values())))
-            common = {n: x for n, x in columns.items() if n not in self.risk.model.shards.params}
+            common = {n: x for n, x in columns.items() if n not in shards.params}
+            parts = {n: x for n, x in columns.items() if n in shards.params}
         with ranks.synchronized(self.risk, task, common, with_values, **details) as common:
             if shared is not None:
                 shared.is_synchronized = True
-            yield columns and columns | common
+            if parts and replicas is not None:
+                parts = ranks.agreed(parts, replicas)
+            yield columns and parts | common
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -308,7 +327,8 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
         with exclusive():
-            self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
+            with raised_in_all(self._processes()):
+                self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
             columns, loss = self.risk.gradient_and_loss()
         gradient = self.risk.space.wholes({name: x[0] for name, x in columns.items()})
         return self.risk.model.pack(gradient), loss

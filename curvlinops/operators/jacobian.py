@@ -99,6 +99,7 @@ class JacobianLinearOperator(RowsLinearOperator):
                 lambda x, rows=rows, sizes=sizes: x[rows].unflatten(0, sizes).transpose(0, 1),
             )
 
+    @together
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         return self.risk.space, self._rows(), False
 

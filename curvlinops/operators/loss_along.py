@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.model import Model
 from curvlinops.linear_operator.space import Columns
-from curvlinops.linear_operator.vectors import Vectors, to_columns
+from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
@@ -94,7 +94,7 @@ def loss_along(
             "values into the model, and call gradient_and_loss() of an operator."
         )
     grid = _read_steps(steps)
-    columns = {name: x.detach() for name, x in to_columns(directions, A.space)[0].items()}
+    columns = {name: x.detach() for name, x in A._to_columns(directions, A.space)[0].items()}
     rows = A.space.join_rows(columns)
     if len(rows) not in (1, 2):
         raise ValueError(f"directions must be one or two vectors, got {len(rows)}.")
@@ -167,7 +167,7 @@ def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
         points: The coefficients of each combination, ``[P, K]``.
     """
     gradient, loss = A.gradient_and_loss()
-    g = A.space.join_rows(to_columns(gradient, A.space)[0])[0]
+    g = A.space.join_rows(A._to_columns(gradient, A.space)[0])[0]
     slopes = (rows @ g).double().cpu()
     curvatures = (rows @ (A @ rows.T)).double().cpu()
     return float(loss) + points @ slopes + ((points @ curvatures) * points).sum(1) / 2

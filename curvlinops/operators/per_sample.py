@@ -105,6 +105,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """
         return dict(self._fallbacks)
 
+    @together
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._shapes: list[list[torch.Size]] = []  # of each batch's tensors
         self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
@@ -312,6 +313,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 not have the sequence's positions.
         """
         columns, is_vector = self._read(P)
+        is_whole = isinstance(P, LowRankColumns)
+        if not is_whole:
+            self._check_number(shape_of(columns)[0])
         if per_position and self.terms == "term":
             raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
         if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
@@ -325,7 +329,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
         found: Tensor | None = None
-        is_whole = isinstance(P, LowRankColumns)
         vectors = columns if is_whole else self.risk.whole(columns)
         with self.risk.sharing({} if is_whole else columns, {}):
             for number, batch_rows, scores in self._products(vectors, per_position, first):
@@ -408,6 +411,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return LowRankColumns(columns, rank, is_vector)
 
     @in_default_modes
+    @together
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         space = self.domain.unsharded
@@ -420,6 +424,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return self.dense()
 
     @in_default_modes
+    @together
     def gradients(self) -> list[Tensor] | dict[str, Tensor]:
         """Return the rows as tensors ``[N, *shape]``, a list or dictionary as ``params`` is.
 

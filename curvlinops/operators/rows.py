@@ -87,6 +87,11 @@ class RowsLinearOperator(DataLinearOperator):
         super()._check_model()
 
     @together
+    def to_dense(self) -> Tensor:
+        """Return the matrix, see ``TorchLinearOperator``."""
+        return super().to_dense()
+
+    @together
     def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
         """Return the gradient of L and its value, see ``DataLinearOperator``."""
         return super().gradient_and_loss()

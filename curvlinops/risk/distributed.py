@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
 from curvlinops.support.digest import checksum
+from curvlinops.support.processes import gather_objects, listed, sending_errors
 from curvlinops.support.torch_internals import distributed_tensors
 
 
@@ -90,7 +91,8 @@ class Ranks:
         if self.size == 1:
             yield columns
             return
-        checksums = checksums_of(risk) if with_values else {}
+        with sending_errors(self.gather_objects):
+            checksums = checksums_of(risk) if with_values else {}
         self._compare(_description(risk, task, columns) | details, checksums)
         shared = self.agreed(columns) if columns else columns
         with self.raise_on_all_ranks(risk):
@@ -110,20 +112,16 @@ class Ranks:
         if self.size == 1:
             yield
             return
-        with nullcontext() if self.shards is None else self.shards.open():
-            try:
-                yield
-            except Exception as error:
-                self.gather_objects((f"{type(error).__name__}: {error}", None))
-                raise
-            reports = self.gather_objects((None, getattr(risk, "term_size", None)))
-        messages, sizes = zip(*reports, strict=True)
-        if any(messages):
-            raise RuntimeError(f"There was an error on another rank. {self._listed(messages)}")
+        with (
+            nullcontext() if self.shards is None else self.shards.open(),
+            sending_errors(self.gather_objects),
+        ):
+            yield
+            sizes = self.gather_objects(getattr(risk, "term_size", None))
         if len({*sizes} - {None}) > 1:
             raise ValueError(
                 "Outputs have last axes of different lengths, so that their mean is not defined. "
-                f"Use reduction='sum', or data that agree. {self._listed(sizes)}"
+                f"Use reduction='sum', or data that agree. {listed(sizes, self.group)}"
             )
 
     def _compare(self, description: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
@@ -133,19 +131,13 @@ class Ranks:
         for key in _different(all_texts):
             raise ValueError(
                 f"All ranks must do the same, but they differ in {key}. "
-                f"{self._listed(each.get(key) for each in all_texts)}"
+                f"{listed((each.get(key) for each in all_texts), self.group)}"
             )
         if names := _different(all_checksums):
             raise ValueError(
                 f"Ranks have different values of {', '.join(names)}. Give all the same, e.g. with "
                 "torch.distributed.broadcast, or as DistributedDataParallel does."
             )
-
-    def _listed(self, values: Iterable[Any]) -> str:
-        """Return a message with each global rank and its value; ``None`` is left out."""
-        names = distributed.get_process_group_ranks(self.group)
-        pairs = zip(names, values, strict=True)
-        return "; ".join(f"Rank {name}: {value}" for name, value in pairs if value is not None)
 
     # --- collectives
 
@@ -155,12 +147,15 @@ class Ranks:
             self.shards.settle()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all ranks, in the order of ranks."""
-        values = [value] * self.size
-        if self.size > 1:
-            self._settle()
-            distributed.all_gather_object(values, value, group=self.group)
-        return values
+        """Return the objects of all ranks, in the order of ranks.
+
+        Raises:
+            RuntimeError: If there was an error on another rank, see ``raise_on_all_ranks``.
+        """
+        if self.size == 1:
+            return [value]
+        self._settle()
+        return gather_objects(value, self.group)
 
     def total(self, number: Tensor | float) -> Tensor | float:
         """Return the sum of a number on each rank, summed in float64."""
@@ -244,15 +239,21 @@ class Ranks:
             distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def agreed(self, columns: Columns) -> Columns:
+    def agreed(self, columns: Columns, group: Any = None) -> Columns:
         """Return the first rank's columns.
+
+        Args:
+            columns: The columns of this rank.
+            group: Some of the ranks: the first one of these counts. Default: all ranks.
 
         Raises:
             ValueError: If this rank's do not agree with them to rounding.
             RuntimeError: If another rank's do not.
         """
         own = torch.cat([flat(column) for column in columns.values()], 1)
-        first = self.broadcast(own.clone(), 0)
+        first = own.clone()
+        self._settle()
+        distributed.broadcast(first, group=group or self.group, group_src=0)
         difference, size = (
             torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
         )
@@ -264,6 +265,12 @@ class Ranks:
                 )
         parts = first.split([flat(column).shape[1] for column in columns.values()], 1)
         return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
+
+
+def peers_of(ranks: Ranks) -> Ranks:
+    """Return the processes that evaluate the model together: all, or those with its shards."""
+    is_alone = ranks.group is None and ranks.shards is not None
+    return Ranks(ranks.shards.group, ranks.shards) if is_alone else ranks
 
 
 # --- what must be the same on all ranks

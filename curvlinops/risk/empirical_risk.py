@@ -1,7 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums over all batches."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from curvlinops.losses.base import Loss
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.derivatives import gradient
-from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
@@ -58,11 +58,7 @@ class EmpiricalRisk:
     ):
         self.model, self.loss, self.data = model, loss, batches
         self.progressbar, self.name, self.ranks, self.checks = progressbar, name, ranks, checks
-        self.per_sample, self.peers = per_sample, ranks
-        if model.shards is not None:
-            ranks.shards = model.shards
-            if ranks.group is None:
-                self.peers = Ranks(model.shards.group, model.shards)
+        self.per_sample, self.peers = per_sample, peers_of(ranks)
         self.space = space_of(model.params)
         self.facts, self.term_size = ModelFacts(), None
 
@@ -126,11 +122,7 @@ class EmpiricalRisk:
         if not self.space.is_sharded:
             yield
             return
-        raises_in_all = self.peers is self.ranks  # around this context
-        with (
-            nullcontext() if raises_in_all else self.peers.raise_on_all_ranks(),
-            self.model.shards.product(vectors, sums),
-        ):
+        with self.model.shards.product(vectors, sums), self.peers.raise_on_all_ranks():
             yield
 
     def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -516,6 +516,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     # --- the structured matrix
 
+    def _processes(self) -> Any:
+        # with all factors, a process multiplies alone
+        return self.risk.ranks.group if self._is_partitioned else self.space.group
+
     @property
     @in_default_modes
     def structure(self) -> BlockDiagonalLinearOperator:

@@ -1,0 +1,87 @@
+"""Objects and errors of several processes that compute together."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import distributed
+
+
+class Failure(NamedTuple):
+    """What a process with an error sends instead of the next object.
+
+    Attributes:
+        message: Kind and text of the error.
+    """
+
+    message: str
+
+
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """Return the objects of all processes of a group, in the order of ranks.
+
+    Raises:
+        RuntimeError: If another process sent a ``Failure``.
+    """
+    values = [None] * group.size()
+    distributed.all_gather_object(values, value, group=group)
+    if not isinstance(value, Failure):
+        failures = [x.message if isinstance(x, Failure) else None for x in values]
+        if any(failures):
+            error = RuntimeError(f"There was an error on another rank. {listed(failures, group)}")
+            _mark_sent(error)
+            raise error
+    return values
+
+
+@contextmanager
+def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
+    """Send an error to the other processes, which raise it where they gather objects next.
+
+    An error is sent once, so that these contexts may be nested.
+
+    Args:
+        send: Takes part in the others' ``gather_objects``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_sent(error):
+            send(Failure(f"{type(error).__name__}: {error}"))
+            _mark_sent(error)
+        raise
+
+
+@contextmanager
+def raised_in_all(group: Any) -> Iterator[None]:
+    """Raise an error in all processes of a group if there is one in any.
+
+    Processes must not communicate inside of the context.
+
+    Args:
+        group: The processes; ``None`` for a single one.
+
+    Raises:
+        RuntimeError: If there is an error in another process.
+    """
+    if group is None or group.size() == 1:
+        yield
+        return
+    with sending_errors(lambda failure: gather_objects(failure, group)):
+        yield
+    gather_objects(None, group)
+
+
+def listed(values: Iterable[Any], group: Any) -> str:
+    """Return a message with each global rank and its value; ``None`` is left out."""
+    pairs = zip(distributed.get_process_group_ranks(group), values, strict=True)
+    return "; ".join(f"Rank {rank}: {value}" for rank, value in pairs if value is not None)
+
+
+def _mark_sent(error: Exception) -> None:
+    error.is_sent = True  # type: ignore[attr-defined]
+
+
+def _is_sent(error: BaseException | None) -> bool:
+    """Return whether all processes know of an error, or of the error that caused it."""
+    return error is not None and (getattr(error, "is_sent", False) or _is_sent(error.__cause__))
