@@ -1,9 +1,12 @@
-"""What callbacks of solvers and estimators are given."""
+"""Callbacks of solvers and estimators, and what they are given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, distributed
+
+from curvlinops.linear_operator.operator import TorchLinearOperator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,5 +31,48 @@ class Iteration:
     values: Tensor | None = None
 
 
-#: A function that is called after each iteration; it stops the iteration if it returns ``True``.
+#: A function that is called after each iteration; it stops the iteration if it returns ``True``. If
+#: several processes multiply together, it then stops in all of them.
 Callback = Callable[[Iteration], bool | None] | None
+
+
+def stops(
+    callback: Callback, operator: TorchLinearOperator, state: Callable[[], Iteration]
+) -> bool:
+    """Call a callback after an iteration; return whether the iteration stops.
+
+    If several processes multiply together, all of them call this function. Each may have a callback
+    or none. The iteration stops in all processes if the callback of any returns ``True``.
+
+    Args:
+        callback: The user's callback.
+        operator: Its processes iterate together.
+        state: Returns what the callback is given.
+
+    Raises:
+        RuntimeError: If there is an error in the callback of another process.
+    """
+
+    def answer() -> bool:
+        return callback is not None and bool(callback(state()))
+
+    group = operator._group
+    return answer() if group is None or group.size() == 1 else _in_any(group, answer)
+
+
+def _in_any(group: Any, answer: Callable[[], bool]) -> bool:
+    """Return whether a function returns ``True`` in any process; raise an error in all."""
+    reports: list[Any] = [None] * group.size()
+    try:
+        own = answer()
+    except Exception as error:
+        report = False, f"{type(error).__name__}: {error}"
+        distributed.all_gather_object(reports, report, group=group)
+        raise
+    distributed.all_gather_object(reports, (own, None), group=group)
+    answers, errors = zip(*reports, strict=True)
+    if any(errors):
+        ranks = zip(distributed.get_process_group_ranks(group), errors, strict=True)
+        listed = "; ".join(f"Rank {rank}: {error}" for rank, error in ranks if error is not None)
+        raise RuntimeError(f"There was an error in the callback of another rank. {listed}")
+    return any(answers)

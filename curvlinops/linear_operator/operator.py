@@ -225,6 +225,16 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         """Return the operators that this one multiplies with, see ``linearized``."""
         return ()
 
+    @property
+    def _group(self) -> Any:
+        """The ``ProcessGroup`` of the processes that multiply together, ``None`` for one.
+
+        Of several groups it is the largest, all of whose processes wait for a product.
+        """
+        found = [self.domain.group, *(operand._group for operand in self._operands())]
+        groups = [group for group in found if group is not None]
+        return max(groups, key=lambda group: group.size(), default=None)
+
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
         out = self._apply(self.domain.fill(columns))

@@ -106,7 +106,7 @@ class ShardedSpace(ParameterSpace):
         device: torch.device | str,
     ):
         self.layouts = dict(layouts)
-        self._group = next(iter(layouts.values())).group
+        self.group = next(iter(layouts.values())).group
         super().__init__(shapes, dtype, device)
 
     def _shapes_of_parts(self) -> dict[str, tuple[int, ...]]:
@@ -203,7 +203,7 @@ class ShardedSpace(ParameterSpace):
         if name not in self.layouts:
             return part
         rows, length = part.movedim(0, -1), self.shapes[name][0]
-        full = gather_parts(empty_whole(rows, length, self._group), rows, self._group)
+        full = gather_parts(empty_whole(rows, length, self.group), rows, self.group)
         return full[:length].movedim(-1, 0)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -250,18 +250,18 @@ class ShardedSpace(ParameterSpace):
         (TSQR, Demmel et al., Communication-optimal parallel and sequential QR and LU
         factorizations, SIAM J. Sci. Comput. 2012).
         """
-        K, size = len(rows), self._group.size()
+        K, size = len(rows), self.group.size()
         Q, R = torch.linalg.qr(self._counted(rows).T)
         own = rows.new_zeros(K, K)
         own[: len(R)] = R
         every = rows.new_empty(size * K, K)
-        all_gather(every, own, self._group)
+        all_gather(every, own, self.group)
         Q_of_all, R = torch.linalg.qr(every)
-        start = self._group.rank() * K
+        start = self.group.rank() * K
         Q = (Q @ Q_of_all[start : start + Q.shape[1]]).T.contiguous()
         if self._unsharded:
             first = torch.cat([Q[:, part] for part in self._unsharded], 1)
-            distributed.broadcast(first, group=self._group, group_src=0)
+            distributed.broadcast(first, group=self.group, group_src=0)
             sizes = [part.stop - part.start for part in self._unsharded]
             for part, numbers in zip(self._unsharded, first.split(sizes, 1), strict=True):
                 Q[:, part] = numbers
@@ -274,7 +274,7 @@ class ShardedSpace(ParameterSpace):
 
     def _counted(self, rows: Tensor) -> Tensor:
         """Return vectors in which one process alone has the entries that all have."""
-        if not self._unsharded or self._group.rank() == 0:
+        if not self._unsharded or self.group.rank() == 0:
             return rows
         rows = rows.clone()
         for part in self._unsharded:
@@ -284,7 +284,7 @@ class ShardedSpace(ParameterSpace):
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""
         number = torch.tensor(super().largest(numbers), dtype=torch.float64, device=self.device)
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self._group)
+        distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self.group)
         return float(number)
 
     def any(self, flag: bool) -> bool:
@@ -293,7 +293,7 @@ class ShardedSpace(ParameterSpace):
 
     def _total(self, numbers: Tensor) -> Tensor:
         numbers = numbers.contiguous()
-        distributed.all_reduce(numbers, group=self._group)
+        distributed.all_reduce(numbers, group=self.group)
         return numbers
 
     # --- other spaces

@@ -37,6 +37,8 @@ class ParameterSpace:
 
     #: Whether processes have parts of vectors.
     is_sharded = False
+    #: The ``ProcessGroup`` of the processes that have parts of vectors.
+    group: Any = None
 
     def __init__(
         self,

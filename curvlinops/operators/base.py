@@ -149,6 +149,10 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- products
 
+    @property
+    def _group(self) -> Any:
+        return self.risk.peers.group
+
     def _apply(self, columns: Columns) -> Columns:
         return self._sum(columns, self.space)
 

@@ -143,6 +143,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- blocks on several processes
 
+    @property
+    def _group(self) -> Any:
+        return super()._group if self.ranks is None else self.ranks.group
+
     def _raising_together(self) -> AbstractContextManager:
         """Return a context that raises an error on all processes if there is one on any."""
         return nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks()

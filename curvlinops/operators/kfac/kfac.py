@@ -196,6 +196,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _is_partitioned(self) -> bool:
         return self.factor_placement == "partition" and self.risk.ranks.size > 1
 
+    @property
+    def _group(self) -> Any:
+        """The processes that multiply together: each alone if it has all factors and vectors."""
+        return self.risk.ranks.group if self._is_partitioned else self.domain.group
+
     def _parts(self) -> list[list[str]]:
         """Return the parameters of each pass over the data."""
         names, num = self.space.names, self.module_partitions
