@@ -1,9 +1,12 @@
-"""What callbacks of solvers and estimators are given."""
+"""Callbacks of solvers and estimators, and what they are given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.support.processes import gather_objects, sending_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,5 +31,34 @@ class Iteration:
     values: Tensor | None = None
 
 
-#: A function that is called after each iteration; it stops the iteration if it returns ``True``.
+#: A function that is called after each iteration; it stops the iteration if it returns ``True``. If
+#: several processes multiply together, it then stops in all of them.
 Callback = Callable[[Iteration], bool | None] | None
+
+
+def stops(
+    callback: Callback, operator: TorchLinearOperator, state: Callable[[], Iteration]
+) -> bool:
+    """Call a callback after an iteration; return whether the iteration stops.
+
+    If several processes multiply together, all of them call this function. Each may have a callback
+    or none. The iteration stops in all processes if the callback of any returns ``True``.
+
+    Args:
+        callback: The user's callback.
+        operator: Its processes iterate together.
+        state: Returns what the callback is given.
+
+    Raises:
+        RuntimeError: If there is an error in the callback of another process.
+    """
+
+    def answer() -> bool:
+        return callback is not None and bool(callback(state()))
+
+    group = operator._group
+    if group is None or group.size() == 1:
+        return answer()
+    with sending_errors(lambda failure: gather_objects(failure, group)):
+        own = answer()
+    return any(gather_objects(own, group))

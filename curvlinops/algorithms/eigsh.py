@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration
+from curvlinops.algorithms.callbacks import Callback, Iteration, stops
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.algorithms.solver import solves
@@ -190,17 +190,17 @@ class _Observer:
     def __call__(self, basis: "LanczosBasis", pairs: "RitzPairs") -> bool:
         """Note the wanted pairs at a check; return whether the callback stops."""
         self._checks.append((self._matrix.num_products, float(pairs.residuals.max())))
-        if self._callback is None:
-            return False
+        return stops(self._callback, self._matrix.operator, partial(self._state, basis, pairs))
+
+    def _state(self, basis: "LanczosBasis", pairs: "RitzPairs") -> Iteration:
         vectors = basis.combine(pairs.vectors)
-        iteration = Iteration(
+        return Iteration(
             iteration=len(self._checks),
             num_products=self._matrix.num_products,
             residuals=pairs.residuals.to(vectors.device),
             iterate=self._matrix.vectors(vectors),
             values=pairs.values.to(vectors),
         )
-        return bool(self._callback(iteration))
 
     def history(self) -> Tensor:
         """Return the products and largest residuals, ``[num_checks, 2]``."""

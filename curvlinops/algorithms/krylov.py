@@ -1,6 +1,7 @@
 """What the iterative inverses of symmetric matrices share: options, products, true residuals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import isfinite
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration
+from curvlinops.algorithms.callbacks import Callback, Iteration, stops
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -83,7 +84,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
         callback: A function that is called with an ``Iteration`` after each iteration, for products
             with the inverse, too. If it returns ``True``, the iteration stops, and the result is
-            the iterate so far, without a warning.
+            the iterate so far, without a warning. If several processes multiply together, all of
+            them then stop.
         **options: ``preconditioner``: a symmetric positive definite operator or matrix that
             approximates the inverse; or a function that multiplies a vector by one, from a tensor
             ``[D]`` to a tensor ``[D]``.
@@ -223,7 +225,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
             residuals = self.domain.norms(R)
-            log = IterationLog(A, residuals, self._callback)
+            log = IterationLog(A, residuals, partial(stops, self._callback, self))
             rounding = 100 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
             R = R[index]
@@ -351,15 +353,20 @@ class IterationLog:
     Args:
         A: Counts the products.
         residuals: Residual norms of all K systems before the first iteration, ``[K]``.
-        callback: See ``KrylovInverseLinearOperator``.
+        stops: Calls the callback with the state that a function returns, see ``callbacks.stops``.
 
     Attributes:
         iterations: Number of iterations of each system, ``[K]``.
         has_stopped: Whether the callback has stopped the iteration.
     """
 
-    def __init__(self, A: DampedMatrix, residuals: Tensor, callback: Callback):
-        self._A, self._callback = A, callback
+    def __init__(
+        self,
+        A: DampedMatrix,
+        residuals: Tensor,
+        stops: Callable[[Callable[[], Iteration]], bool],
+    ):
+        self._A, self._stops = A, stops
         self._residuals = [residuals]
         self.iterations = torch.zeros_like(residuals, dtype=torch.int64)
         self.has_stopped = False
@@ -376,15 +383,16 @@ class IterationLog:
         current = self._residuals[-1].index_copy(0, systems.index, residuals)
         self._residuals.append(current)
         show_residuals((residuals, systems.goal))
-        if self._callback is not None:
-            state = Iteration(
-                iteration=len(self._residuals) - 1,
-                num_products=self._A.num_products,
-                residuals=current,
-                iterate=self._A.vectors(X.T.clone()),  # X changes in place
-            )
-            self.has_stopped = bool(self._callback(state))
+        self.has_stopped = self._stops(partial(self._state, X))
         return self.has_stopped
+
+    def _state(self, X: Tensor) -> Iteration:
+        return Iteration(
+            iteration=len(self._residuals) - 1,
+            num_products=self._A.num_products,
+            residuals=self._residuals[-1],
+            iterate=self._A.vectors(X.T.clone()),  # X changes in place
+        )
 
     def history(self) -> Tensor:
         """Return the residual norms after each iteration, ``[num_iterations, K]``."""

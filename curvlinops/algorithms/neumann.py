@@ -1,5 +1,6 @@
 """The inverse as a truncated Neumann series."""
 
+from functools import partial
 from math import isfinite
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from curvlinops.algorithms.as_operator import (
     Product,
     read_preconditioner,
 )
-from curvlinops.algorithms.callbacks import Callback, Iteration
+from curvlinops.algorithms.callbacks import Callback, Iteration, stops
 from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -124,15 +125,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                 show_residuals((last, self.rtol * first))
                 if (self.check_nan or k == self.num_terms) and not bool(last.isfinite().all()):
                     self._diverge(k)
-                if self._callback is not None:
-                    state = Iteration(
-                        iteration=k,
-                        num_products=k * len(rows),
-                        residuals=last,
-                        iterate=self._matrix.vectors(total.T),
-                    )
-                    if self._callback(state):
-                        return total
+                state = partial(self._state, k, last, total)
+                if stops(self._callback, self, state):
+                    return total
         if bool((last > first).any()):
             self._diverge(self.num_terms)
         if bool((last > self.rtol * first).any()):
@@ -145,6 +140,14 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                 self.on_failure,
             )
         return total
+
+    def _state(self, k: int, residuals: Tensor, total: Tensor) -> Iteration:
+        return Iteration(
+            iteration=k,
+            num_products=k * len(total),
+            residuals=residuals,
+            iterate=self._matrix.vectors(total.T),
+        )
 
     def _diverge(self, k: int) -> None:
         raise DivergenceError(

@@ -1,6 +1,7 @@
 """Random vectors, and averages over them with standard errors."""
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import (
     Any,
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration
+from curvlinops.algorithms.callbacks import Callback, Iteration, stops
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.solver import solves
 from curvlinops.support.arguments import check_choice, check_count
@@ -175,12 +176,9 @@ class Sampler:
             iteration: The number of blocks so far.
             values: The estimate so far, or Ritz values.
         """
-        if self._callback is None:
-            return False
         products = self.matrix.num_products
-        return bool(
-            self._callback(Iteration(iteration=iteration, num_products=products, values=values))
-        )
+        state = partial(Iteration, iteration=iteration, num_products=products, values=values)
+        return stops(self._callback, self.matrix.operator, state)
 
     def mean(
         self, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]

@@ -227,11 +227,15 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         """Return the operators that this one multiplies with, see ``linearized``."""
         return ()
 
-    def _processes(self) -> Any:
-        """Return the group of processes that multiply together, ``None`` for a single process."""
-        groups = (operand._processes() for operand in self._operands())
-        of_spaces = (space.group for space in (self.domain, self.codomain))
-        return next((x for x in (*groups, *of_spaces) if x is not None), None)
+    @property
+    def _group(self) -> Any:
+        """The ``ProcessGroup`` of the processes that multiply together, ``None`` for one.
+
+        Of several groups it is the largest, all of whose processes wait for a product.
+        """
+        found = [self.domain.group, *(operand._group for operand in self._operands())]
+        groups = [group for group in found if group is not None]
+        return max(groups, key=lambda group: group.size(), default=None)
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
@@ -260,14 +264,14 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
     def _to_columns(self, x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         """Read vectors; an error in one process is raised in all that multiply together."""
-        with raised_in_all(self._processes()):
+        with raised_in_all(self._group):
             return to_columns(x, space)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply vectors ``[K, dim]``, of which this process may have parts."""
         domain, codomain = self._spaces_of(adjoint)
-        with raised_in_all(self._processes()):
+        with raised_in_all(self._group):
             rows = rows.to(domain.device, domain.dtype)
             columns = domain.split_rows(rows)
             check_finite(columns, rows)

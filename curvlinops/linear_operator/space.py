@@ -37,7 +37,7 @@ class ParameterSpace:
 
     #: Whether processes have parts of vectors.
     is_sharded = False
-    #: The processes that have the parts.
+    #: The ``ProcessGroup`` of the processes that have parts of vectors.
     group: Any = None
 
     def __init__(

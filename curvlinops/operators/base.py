@@ -154,6 +154,12 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- products
 
+    @property
+    def _group(self) -> Any:
+        shards = self.risk.model.shards
+        # where parameters may be gathered, processes need not be in step
+        return None if shards is not None and shards.is_open else self.risk.peers.group
+
     def _apply(self, columns: Columns) -> Columns:
         return self._sum(columns, self.space)
 
@@ -254,11 +260,6 @@ class DataLinearOperator(TorchLinearOperator):
             with self.risk.batches(description, data) as batches:
                 yield batches
 
-    def _processes(self) -> Any:
-        shards = self.risk.model.shards
-        # while parameters may be gathered, errors are raised in all anyway
-        return None if shards is not None and shards.is_open else self.risk.peers.group
-
     def _settings(self) -> dict[str, Any]:
         """Return the operator's own options that are numbers or strings, by name."""
         options = ((name, getattr(self, name)) for name in _own_arguments(type(self)))
@@ -327,7 +328,7 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
         with exclusive():
-            with raised_in_all(self._processes()):
+            with raised_in_all(self.risk.ranks.group):
                 self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
             columns, loss = self.risk.gradient_and_loss()
         gradient = self.risk.space.wholes({name: x[0] for name, x in columns.items()})

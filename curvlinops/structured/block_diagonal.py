@@ -143,8 +143,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- blocks on several processes
 
-    def _processes(self) -> Any:
-        return super()._processes() if self.ranks is None else self.ranks.group
+    @property
+    def _group(self) -> Any:
+        return super()._group if self.ranks is None else self.ranks.group
 
     def _raising_together(self) -> AbstractContextManager:
         """Return a context that raises an error on all processes if there is one on any."""

@@ -22,6 +22,7 @@ from processes import (
     Failing,
     assert_alike_everywhere,
     assert_same_everywhere,
+    check_callbacks,
     classifier,
     everywhere,
     fails,
@@ -199,6 +200,21 @@ def algorithms_out_of_step() -> None:
         curvlinops.hutchinson_trace(together, 5, seed=rank())
     with fails(ValueError, "not those of the first rank", on=1):
         together @ (vector(together, 3) * torch.tensor([1, 1, 1 + 0.1 * rank()]))
+
+
+@check()
+def callbacks() -> None:
+    together, _ = both("ggn", classifier())
+    K, _ = both("kfac", classifier(), factor_placement="partition")
+    identity = curvlinops.IdentityLinearOperator(together.space)
+    inverse = curvlinops.CGInverseLinearOperator(identity, preconditioner=K.inverse(0.5))
+    blocks = curvlinops.SubmatrixLinearOperator(K.damped(0.5), ["*"], ["*"])
+    for A in (together.damped(0.5), blocks, inverse):
+        check_callbacks(A, vector(A))
+    alone, _ = both("kfac", classifier())
+    alone.compute_kronecker_factors()
+    if rank() == 0:  # it needs no other process
+        curvlinops.hutchinson_trace(alone, 8, callback=lambda state: None)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from contract import error
 from problems import Problem
 from torch import Tensor, nn
 
+import curvlinops
+
 #: How long a process waits for another one. A busy machine may let one sleep for many seconds.
 LIMIT = datetime.timedelta(minutes=3)
 #: By the number of processes: what they check together.
@@ -87,6 +89,39 @@ def fails(own: type[Exception], match: str, on: int | None = None) -> Iterator:
     if on is not None and rank() != on:
         own, match = RuntimeError, f"Rank {on}: {own.__name__}: .*{match}"
     assert type(error) is own and re.search(match, str(error), re.DOTALL), repr(error)
+
+
+def check_callbacks(A: Any, b: Any) -> None:
+    """Check that the callback of one process stops all, and that its error is raised in all.
+
+    Args:
+        A: A positive definite operator with a norm below two.
+        b: A vector.
+    """
+    seen: list[int] = []
+
+    def watch(state: curvlinops.Iteration) -> bool:
+        seen.append(state.iteration)
+        return rank() == 1 and state.iteration == 2
+
+    def fail(state: curvlinops.Iteration) -> None:
+        if rank() == 1:
+            raise KeyError("here")
+
+    for solve in (
+        lambda o: curvlinops.CGInverseLinearOperator(A, rtol=1e-12, **o).solve(b).iterations,
+        lambda o: curvlinops.NeumannInverseLinearOperator(A, rtol=1, **o) @ b,
+        lambda o: curvlinops.eigsh(A, 2, seed=0, **o).num_products,
+        lambda o: curvlinops.hutchinson_trace(A, 8, seed=0, chunk_size=1, **o),
+    ):
+        seen.clear()
+        solve({"callback": watch})
+        assert seen == [1, 2]
+        solve({"callback": watch} if rank() == 1 else {})
+        assert rank() == 0 or seen == [1, 2, 1, 2]
+        with fails(KeyError, "here", on=1):
+            solve({"callback": fail})
+    A @ b  # all are in step
 
 
 # --- what fails on one process, when it is asked to -----------------------------------------------

@@ -24,6 +24,7 @@ from processes import (
     FailingData,
     FailingLoss,
     assert_same_everywhere,
+    check_callbacks,
     classifier,
     fails,
     group,
@@ -617,6 +618,16 @@ def solvers() -> None:
     G = ALL["ggn"].build(alone, process_group=mesh["shard"].get_group())
     trace = curvlinops.hutchinson_trace(G, 24, seed=1)
     assert error(trace, found["hutchinson_trace"]) <= 1e-10
+
+
+@check()
+def callbacks() -> None:
+    for _, own in kinds():
+        G = ALL["ggn"].build(own, process_group=group()).damped(0.5)
+        check_callbacks(G, spread(own, torch.ones(G.shape[1]).double()))
+    K = ALL["kfac"].build(own, process_group=group()).inverse(1.0)
+    blocks = curvlinops.SubmatrixLinearOperator(K, ["*"], ["*"])
+    check_callbacks(blocks, spread(own, torch.ones(K.shape[1]).double()))
 
 
 # --- processes out of step ------------------------------------------------------------------------

@@ -196,6 +196,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _is_partitioned(self) -> bool:
         return self.factor_placement == "partition" and self.risk.ranks.size > 1
 
+    @property
+    def _group(self) -> Any:
+        """The processes that multiply together: each alone if it has all factors and vectors."""
+        return self.risk.ranks.group if self._is_partitioned else self.domain.group
+
     def _parts(self) -> list[list[str]]:
         """Return the parameters of each pass over the data."""
         names, num = self.space.names, self.module_partitions
@@ -515,10 +520,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self._load(read_state(path))
 
     # --- the structured matrix
-
-    def _processes(self) -> Any:
-        # with all factors, a process multiplies alone
-        return self.risk.ranks.group if self._is_partitioned else self.space.group
 
     @property
     @in_default_modes
