@@ -273,6 +273,25 @@ def errors_of_the_data() -> None:
 
 
 @check()
+def errors_of_vectors() -> None:
+    """A wrong vector on one process, or more vectors than on the other."""
+    p = classifier()
+    G, K = both("ggn", p)[0], both("kfac", p, fisher_type="empirical")[0]
+    part_of_K = both("kfac", p, fisher_type="empirical", factor_placement="partition")[0]
+    v = vector(G)
+    wrong = {"NaN or infinite": v * torch.nan, r"shape \[30\]": v[1:], "complex": v * 1j}
+    solver = curvlinops.CGInverseLinearOperator(G, damping=0.1)
+    for A in (G, G @ G + 2 * G, solver, part_of_K, part_of_K.inverse(0.1), G @ K):
+        for match, bad in wrong.items():
+            kind = TypeError if match == "complex" else ValueError
+            with fails(kind, match, on=1):
+                A @ (bad if rank() == 1 else v)
+    with fails(ValueError, r"differ in vectors for '0.weight'.*\(2, .*\(0, "):
+        G @ vector(G, 2)[:, : 2 - 2 * rank()]
+    assert (G @ vector(G, 0)).shape == (len(v), 0)
+
+
+@check()
 def nothing_but_ignored_targets() -> None:
     p = classifier()
     ignored = replace(p, data=[(X, torch.full_like(y, -100)) for X, y in p.data])
@@ -281,6 +300,15 @@ def nothing_but_ignored_targets() -> None:
         together @ vector(together)
     with fails(ValueError, "The data has no term"):
         together.gradient_and_loss()
+
+
+@check()
+def arguments_of_one_process() -> None:
+    p = classifier()
+    with fails(ValueError, "cache must be", on=1):
+        both("ggn", p, cache=-1 if rank() == 1 else "auto")
+    with fails(ValueError, "differ in option 'mc_samples'. Rank 0: 0; Rank 1: 2"):
+        both("ggn", p, mc_samples=2 * rank())
 
 
 @check()

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 import curvlinops
 from curvlinops import ParameterSpace
+from curvlinops.autodiff.sharding import Kind, Request, Shards
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 
@@ -700,6 +701,57 @@ def errors() -> None:
             data = [(X * torch.nan, y)]
         with fails(ValueError, "loss on batch 0 is nan|output on batch 0 has NaN", on=1):
             ALL["gradients"].build(replace(own, data=data), check_deterministic=False).dense()
+
+
+@check()
+def errors_before_communication() -> None:
+    """Wrong arguments, files and memory of one process: the other ones do not wait for it."""
+    for _, own in kinds():
+        J = ALL["jacobian"].build(own)
+        u = [torch.ones(J.codomain.shapes[""]).double()]
+        if rank() == 1:
+            u[0][0] = torch.nan
+        with fails(ValueError, "NaN or infinite", on=1):
+            J.T @ u
+        with fails(ValueError, "indices from 0 to 100", on=1):
+            ALL["gradients"].build(own, subsampling=[0, 100 if rank() == 1 else 1])
+        with fails(ValueError, "one-shot iterator", on=1):
+            ALL["jacobian"].build(replace(own, data=iter(own.data) if rank() == 1 else own.data))
+
+        rows = ALL["gradients"].build(own)
+        v = spread(own, torch.ones(rows.shape[1]).double())
+        path = Path(f"other scores {has_parts(own)} {rank()}.npy")
+        if rank() == 1:
+            path.write_text("something else")
+        with fails(ValueError, "was not written by scores", on=1):
+            rows.scores(v, out=path)
+        missing = dict(list(v.items())[1:]) if rank() == 1 else v
+        for use in (rows.scores, rows.__matmul__):
+            with fails(ValueError, "names are not those", on=1):
+                use(missing)
+
+
+@check()
+def errors_of_memory() -> None:
+    """A process without memory for what it gathers, or adds to a sum."""
+    own = sharded(small())
+    G = ALL["ggn"].build(own, process_group=group())
+    v = spread(own, torch.ones(G.shape[1]).double())
+    expected = joined(own, G @ v)
+    allocate = Shards._memory
+    for kind in (Kind.PARAMETER, Kind.VECTORS, Kind.SUM):
+
+        def fail_once(self: Shards, request: Request, kind: Kind = kind) -> Tensor:
+            if rank() == 1 and request.kind == kind:
+                Shards._memory = allocate
+                raise MemoryError("no memory")
+            return allocate(self, request)
+
+        Shards._memory = fail_once
+        with fails(MemoryError, "no memory", on=1):
+            G @ v
+        Shards._memory = allocate
+        assert error(joined(own, G @ v), expected) <= 1e-15
 
 
 class Ending(nn.Module):
