@@ -591,14 +591,15 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                 inverses = inverse_factors([x for x in blocks if x.is_here], damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
             return assemble(blocks, self._factor_sums(), build)
-        for block in blocks:
-            is_sum = damping.of_gradients and len(block.terms) > 1
-            if is_sum and block.is_here and not block.operator().can_be_written:
-                raise ValueError(
-                    f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
-                    "large for exact damping. Use inverse(damping), which damps the factors of "
-                    "each of them; or leave the parameter out of params; or choose a smaller "
-                    "max_factor_size, above which factors are diagonal."
-                )
+        with self.structure._raising_together():
+            for block in blocks:
+                is_sum = damping.of_gradients and len(block.terms) > 1
+                if is_sum and block.is_here and not block.operator().can_be_written:
+                    raise ValueError(
+                        f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
+                        "large for exact damping. Use inverse(damping), which damps the factors of "
+                        "each of them; or leave the parameter out of params; or choose a smaller "
+                        "max_factor_size, above which factors are diagonal."
+                    )
         # the structure keeps the eigendecompositions for other dampings
         return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
