@@ -205,15 +205,19 @@ class Ranks:
         kinds: dict[Any, tuple] = {}
         for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
             kinds = other | kinds
+        with self.raise_on_all_ranks():
+            parts = {
+                key: torch.zeros(shape, dtype=dtype, device=device)
+                if (tensor := tensors.get(key)) is None
+                else tensor.contiguous()
+                for key, (shape, dtype) in kinds.items()
+            }
         sums = {}
-        for key, (shape, dtype) in kinds.items():
-            tensor = tensors.get(key)
-            if tensor is None:
-                tensor = torch.zeros(shape, dtype=dtype, device=device)
+        for key, part in parts.items():
             ranks = range(self.size) if holders is None else holders(key)
-            tensor = self.add(tensor, to=ranks[0] if len(ranks) == 1 else None)
+            total = self.add(part, to=ranks[0] if len(ranks) == 1 else None)
             if self.rank in ranks:
-                sums[key] = tensor
+                sums[key] = total
         return sums
 
     def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
@@ -222,15 +226,18 @@ class Ranks:
         place = {number: i for i, number in enumerate(distinct)}
         own = [(x.shape, x.dtype) for x in distinct.values()]
         places = {key: place[id(x)] for key, x in tensors.items()}
-        found: dict[Any, Tensor] = {}
-        for rank, (kinds, keys) in enumerate(self.gather_objects((own, places))):
-            if rank == self.rank:
-                parts = [x.contiguous() for x in distinct.values()]
-            else:
-                parts = [torch.empty(n, dtype=dtype, device=device) for n, dtype in kinds]
-            parts = [self.broadcast(part, rank) for part in parts]
-            found |= {key: parts[i] for key, i in keys.items()}
-        return found
+        kinds, keys = zip(*self.gather_objects((own, places)), strict=True)
+        with self.raise_on_all_ranks():
+            parts = [
+                [x.contiguous() for x in distinct.values()]
+                if rank == self.rank
+                else [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in of_rank]
+                for rank, of_rank in enumerate(kinds)
+            ]
+        for rank, of_rank in enumerate(parts):
+            for part in of_rank:
+                self.broadcast(part, rank)
+        return {key: parts[rank][i] for rank, x in enumerate(keys) for key, i in x.items()}
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return a rank's tensor, written to this rank's, which must be contiguous."""

@@ -224,7 +224,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             for block, layout in zip(self, self.layouts, strict=True)
             if layout.names & columns.keys() and not layout.names.isdisjoint(names)
         ]
-        needed = list({*names, *(name for _, layout in blocks for name in layout.names)})
+        wanted = set(names).union(*(layout.names for _, layout in blocks))
+        # processes gather in this order, and have other orders of a set
+        needed = [name for name in self.domain.names if name in wanted]
         columns = self.domain.fill(self._agreed(columns), needed)
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
@@ -269,7 +271,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return EighDecomposedLinearOperator(values, vectors)
 
     def _has_eigh(self) -> bool:
-        return all(block._has_eigh() for block in self)
+        is_cheap = all(block._has_eigh() for block in self)
+        return is_cheap if self.ranks is None else all(self.ranks.gather_objects(is_cheap))
 
     def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
         self._decompose(accurate, inverse=True)

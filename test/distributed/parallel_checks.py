@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import problems
@@ -40,6 +41,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.operators.kfac.sums import ChangedError
+from curvlinops.risk.distributed import Ranks
+from curvlinops.structured.sums import SumOfKroneckersLinearOperator
 
 CHECKS, check = registry()
 
@@ -242,6 +245,8 @@ def errors_of_the_model() -> None:
                 together.update(p.data[0])
             with fails(KeyError, "here", on=1):
                 together.compute_kronecker_factors()
+            with fails(ValueError, "update.. takes a batch", on=1):
+                together.update(None if rank() else p.data[0])
 
 
 @check()
@@ -707,6 +712,32 @@ def placement_on_files() -> None:
             dist.barrier()
 
 
+@check()
+def directories() -> None:
+    p, loss = classifier(), nn.CrossEntropyLoss(reduction="sum")
+    unnamed = replace(p, loss=lambda f, y: loss(f, y), reduction="sum")
+    for placed in ("partition", "replicate"):
+        options = {"fisher_type": "empirical", "factor_placement": placed}
+        alone = ALL["kfac"].build(unnamed, **options)
+        shard = replace(unnamed, data=part(p.data))
+        options |= {"directory": f"unnamed-{placed}", "process_group": group()}
+        for _ in range(2):  # computed, then found
+            own = ALL["kfac"].build(shard, **options)
+            assert error(own.trace(), alone.trace()) <= 1e-12
+    folder = Path(f"not shared {rank()}")
+    for begin in (folder.rmdir, lambda: (folder / "something").touch()):
+        folder.mkdir(exist_ok=True)
+        if rank() == 1 or begin == folder.rmdir:
+            begin()
+        K, _ = both("kfac", p, directory=folder)
+        for _ in range(2):  # begun, then found
+            with fails(ValueError, "not the directory of the first rank", on=1):
+                K.compute_kronecker_factors()
+    K, _ = both("kfac", p, directory="not everywhere" if rank() else None)
+    with fails(ValueError, "differ in operation"):
+        K.trace()
+
+
 def errors_of_parts() -> None:
     p = layers()
     with torch.no_grad():
@@ -714,13 +745,55 @@ def errors_of_parts() -> None:
     own, _ = both("kfac", p, factor_placement="partition", fisher_type="empirical")
     try:
         own.inverse()
-    except (ValueError, RuntimeError) as error:
-        assert "singular" in str(error)  # on all processes
+    except (ValueError, RuntimeError) as raised:
+        assert "singular" in str(raised)  # on all processes
     else:
         raise AssertionError("There is no error.")
     v = vector(own) + rank()
     with fails(ValueError, "The vectors are not those of the first rank", on=None if rank() else 1):
         own.inverse(0.1) @ v
+    p = problems.make("transformer-tied")
+    own, alone = both("kfac", p, factor_placement="partition", fisher_type="empirical")
+    expected = curvlinops.eigsh(alone, 2, seed=0).eigenvalues
+    with mock.patch.object(SumOfKroneckersLinearOperator, "can_be_written", False):
+        with fails(ValueError, "too large for exact damping", on=1):
+            own.inverse(0.1, use_exact_damping=True)
+        assert error(curvlinops.eigsh(own, 2, seed=0).eigenvalues, expected) <= 1e-10
+
+
+class Pairs(nn.Module):
+    """A layer that gets another bias for some inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.other if x[0, 0] > 5 else self.first.bias
+        return self.head(nn.functional.linear(x, self.first.weight, bias).tanh())
+
+
+@check()
+def bases_that_are_lost() -> None:
+    p = classifier(make=Pairs)
+    p = replace(p, params=dict(p.model.named_parameters()))
+    X, y = p.data[0]
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": False}
+    for placed, on in (("replicate", None), ("partition", 0)):
+        K, _ = both("ekfac", p, factor_placement=placed, **options)
+        K.compute_kronecker_factors()
+        with fails(ChangedError, "first.weight in other ways", on=on):
+            K.update((X + 10, y))
+
+
+@check()
+def memory_for_sums_of_others() -> None:
+    ranks, own = Ranks(group()), {} if rank() else {"a": torch.ones(2)}
+    for share in (ranks.add_all, ranks.exchange):
+        with fails(RuntimeError, "device type.*nowhere", on=1):
+            share(own, "nowhere" if rank() else "cpu")
+        assert torch.equal(share(own, "cpu")["a"], torch.ones(2))
 
 
 for _size in (2, 3):

@@ -370,6 +370,19 @@ def factors_and_rows() -> None:
 
 
 @check()
+def sums_with_factors() -> None:
+    """Blocks of several parameters, whose names have no order that all processes share."""
+    p = small(lambda: nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))))
+    own = sharded(p)
+    K = ALL["kfac"].build(
+        own, process_group=group(), fisher_type="empirical", separate_weight_and_bias=False
+    )
+    G = ALL["ggn"].build(own, process_group=group())
+    v = spread(own, vector(ALL["ggn"].build(p)))
+    assert error(joined(own, (G + K) @ v), joined(own, G @ v) + joined(own, K @ v)) <= 1e-12
+
+
+@check()
 def uses() -> None:
     p = small(Varied)
     for by_layer in (True, False):

@@ -45,25 +45,32 @@ class FactorDirectory:
     """
 
     def __init__(self, path: str | Path, ranks: Ranks | None = None):
-        self._ranks = ranks or Ranks()
-        self.path, self._manifest = Path(path), dict[str, Any]()
+        self._ranks, self.path = ranks or Ranks(), Path(path)
+        with self._ranks.raise_on_all_ranks():
+            manifest = self._found() if self._ranks.rank == 0 else {}
+        self._manifest: dict[str, Any] = self._ranks.gather_objects(manifest)[0]
+
+    def _found(self) -> dict[str, Any]:
+        """Return the manifest in the directory; empty if it has none yet."""
         file = self.path / _MANIFEST
         if file.is_file():
             try:
-                self._manifest = json.loads(file.read_text())
-                is_known = self._manifest["format"] == FORMAT
+                manifest = json.loads(file.read_text())
+                is_known = manifest["format"] == FORMAT
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{file} is no manifest of factors: {error!r}.") from error
             if not is_known:
                 raise ValueError(
-                    f"{self.path} has the format {self._manifest['format']!r}, this version of the "
+                    f"{self.path} has the format {manifest['format']!r}, this version of the "
                     f"package has {FORMAT!r}. Delete the directory, and compute the factors anew."
                 )
-        elif self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            return manifest
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ValueError(
                 f"{self.path} is no directory of factors: it has no {_MANIFEST}. Choose a "
                 "directory that is empty, or does not exist."
             )
+        return {}
 
     @property
     def parts(self) -> list[list[str]]:
@@ -81,6 +88,23 @@ class FactorDirectory:
             ValueError: If they differ, naming the first difference.
         """
         check_equal(f"directory {self.path}", self._manifest["settings"], plain(settings))
+
+    def check_shared(self) -> None:
+        """Refuse a directory that is not that of the first rank.
+
+        Raises:
+            ValueError: If this rank finds another manifest, or none.
+            RuntimeError: If another rank does.
+        """
+        file = self.path / _MANIFEST
+        with self._ranks.raise_on_all_ranks():
+            if self._ranks.rank > 0 and not (
+                file.is_file() and json.loads(file.read_text()) == self._manifest
+            ):
+                raise ValueError(
+                    f"{self.path} is not the directory of the first rank. All ranks must have the "
+                    "same directory, on a file system that they share."
+                )
 
     def begin(self, settings: dict[str, Any], parts: list[list[str]]) -> None:
         """Begin anew.
@@ -154,11 +178,12 @@ class FactorDirectory:
                 "the factors. Continue their computation: build the operator with this directory."
             )
         parts = []
-        for block in self._blocks():
-            path, restricted = self.path / block["file"], space.restricted(block["names"])
-            if not path.is_file():
-                raise ValueError(f"{path} is missing. Compute the factors anew.")
-            parts.append(unpack(read_state(path), self._identity, restricted, options, False))
+        with self._ranks.raise_on_all_ranks():
+            for block in self._blocks():
+                path, restricted = self.path / block["file"], space.restricted(block["names"])
+                if not path.is_file():
+                    raise ValueError(f"{path} is missing. Compute the factors anew.")
+                parts.append(unpack(read_state(path), self._identity, restricted, options, False))
         return FactorSums.beside(parts, space, options)
 
     @property

@@ -68,8 +68,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         first, known = sums.num_batches, sums.bases
         sums = super()._compute(sums, batches)
-        if lost := known.keys() - {block.views for block in sums.blocks if block.terms}:
-            raise ChangedError(next(iter(lost))[0].name)
+        with sums.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
+            if lost := known.keys() - {block.views for block in sums.blocks if block.terms}:
+                raise ChangedError(next(iter(lost))[0].name)
         moments = replace(
             sums, tensors={}, num_batches=first, bases=self._bases_everywhere(sums, known)
         )

@@ -89,7 +89,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         module_partitions: Over how many passes over the data the factors are distributed. Each pass
             has the memory of its own factors only, beside the factors that are complete.
         directory: Where complete factors are kept, in place of the memory. It is empty, or has the
-            factors of this model, loss, and data, perhaps not all; see ``resume``.
+            factors of this model, loss, and data, perhaps not all; see ``resume``. With a
+            ``process_group``, all processes share it.
         factor_placement: With a ``process_group``: ``"replicate"``, so that each process has all
             factors; or ``"partition"``, so that it has those of some blocks. Then all processes
             together call products, inverses and other quantities.
@@ -223,18 +224,21 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return the directory with some of its parts complete, or none."""
         if self.directory is None:
             return None
-        directory = FactorDirectory(self.directory, self.risk.ranks)
         settings = self._fingerprint() | {"mc_samples": self.mc_samples, "seed": self.seed}
         settings |= origin_of(self)
+        # a loss without a name has an identity of its own in each process
+        settings = self.risk.ranks.gather_objects(settings)[0]
+        directory = FactorDirectory(self.directory, self.risk.ranks)
         if not (resume and directory.parts):
             directory.begin(settings, self._parts())
-            return directory
-        try:
-            directory.check(settings)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} With resume=False all factors are computed anew, and replace these."
-            ) from error
+        else:
+            try:
+                directory.check(settings)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error} With resume=False all factors are computed anew, and replace these."
+                ) from error
+        directory.check_shared()
         return directory
 
     @in_default_modes
@@ -251,13 +255,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 are in a directory.
             RuntimeError: If a parameter is used in ways that do not go together with those before.
         """
-        if not is_pair(batch):
-            raise ValueError(
-                f"update() takes a batch, as in K.update((X, y)), got {type(batch).__name__}."
-            )
-        if not 0.0 <= decay <= 1.0:
-            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
-        self._check_in_memory()
+        with self.risk.ranks.raise_on_all_ranks():
+            if not is_pair(batch):
+                raise ValueError(
+                    f"update() takes a batch, as in K.update((X, y)), got {type(batch).__name__}."
+                )
+            if not 0.0 <= decay <= 1.0:
+                raise ValueError(f"decay must be between 0 and 1, got {decay}.")
+            self._check_in_memory()
         sums = self._factor_sums()
         more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
         self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
@@ -596,14 +601,15 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                 inverses = inverse_factors([x for x in blocks if x.is_here], damping)
             build = partial(inverse_block, inverses=inverses, damping=damping)
             return assemble(blocks, self._factor_sums(), build)
-        for block in blocks:
-            is_sum = damping.of_gradients and len(block.terms) > 1
-            if is_sum and block.is_here and not block.operator().can_be_written:
-                raise ValueError(
-                    f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
-                    "large for exact damping. Use inverse(damping), which damps the factors of "
-                    "each of them; or leave the parameter out of params; or choose a smaller "
-                    "max_factor_size, above which factors are diagonal."
-                )
+        with self.structure._raising_together():
+            for block in blocks:
+                is_sum = damping.of_gradients and len(block.terms) > 1
+                if is_sum and block.is_here and not block.operator().can_be_written:
+                    raise ValueError(
+                        f"Block {', '.join(block.names)!r} is a sum of Kronecker products, too "
+                        "large for exact damping. Use inverse(damping), which damps the factors of "
+                        "each of them; or leave the parameter out of params; or choose a smaller "
+                        "max_factor_size, above which factors are diagonal."
+                    )
         # the structure keeps the eigendecompositions for other dampings
         return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
