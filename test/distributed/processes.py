@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import curvlinops
 
 #: How long a process waits for another one. A busy machine may let one sleep for many seconds.
-LIMIT = datetime.timedelta(seconds=12)
+LIMIT = datetime.timedelta(minutes=3)
 #: By the number of processes: what they check together.
 Checks = dict[int, dict[str, Callable[[], None]]]
 
