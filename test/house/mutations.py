@@ -27,7 +27,7 @@ PACKAGE = ROOT / "curvlinops"
 TESTS = {
     "support": """
         messages/arguments support/norms risk/data risk/changes risk/linearized
-        structured/structured structured/saving messages/mistakes_of_ours
+        structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
         algorithms/callbacks::test_bars_know_their_total contract/modes kfac/module_factors
         distributed/parallel::test_together[sharded_checks-1]""",
     "linear_operator": """
@@ -56,7 +56,7 @@ TESTS = {
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
         operators/per_sample::test_rows layers/batch_axis layers/recording""",
     "structured": """
-        structured/structured support/norms kfac/kfac_inverse structured/saving
+        structured/structured support/norms kfac/kfac_inverse structured/saving layers/views
         linear_operator/algebra
         algorithms/eigsh::test_structured_operators_know_their_eigenpairs""",
     "algorithms": """
@@ -67,7 +67,7 @@ TESTS = {
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint
         contract/contract::test_blocks contract/contract::test_independent_of_batches
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
-        operators/per_sample contract/memory operators/loss_along""",
+        operators/per_sample operators/scores contract/memory operators/loss_along""",
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures""",
