@@ -107,6 +107,16 @@ def test_heuristic_damping(double, joint: bool, groups: int, least: float):
         assert error(inverse[bias, bias], expected) <= 1e-10
 
 
+def test_heuristic_damping_without_inputs(double):
+    p = problem(nn.Linear(3, 2), [torch.zeros(4, 3)], nn.MSELoss())
+    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="empirical")
+    inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True))
+    (A,), (B,) = (x.values() for x in (operator.input_covariances, operator.gradient_covariances))
+    weight, root = operator.space.slice("weight"), sqrt(0.02)
+    assert not A.any() and B.any()
+    assert error(inverse[weight, weight], damped(A, B, root, root)) <= 1e-10
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
