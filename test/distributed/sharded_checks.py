@@ -554,6 +554,14 @@ def replicas_of_shards() -> None:
     own = sharded(p, mesh=mesh)
     compare(p, own, ("hessian",))
     compare_factors(p, own, fisher_type="empirical")
+    H = ALL["hessian"].build(own, process_group=group())
+    v = spread(own, torch.ones(H.shape[1]).double())
+    try:
+        H @ {name: x * (1 + rank() // 2) for name, x in v.items()}  # others in each copy
+    except (ValueError, RuntimeError) as error:
+        assert "vectors are not those of the first rank" in str(error)
+    else:
+        raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
         ALL["hessian"].build(sharded(p, mesh=mesh["shard"]), process_group=group())
 
