@@ -586,6 +586,10 @@ def saving() -> None:
         together.save(path)
         alone.load(path)  # by a process alone
         torch.testing.assert_close(matrix(alone), matrix(together))
+        for _ in range(20):  # by all processes to one path
+            together.save(case)
+        alone.load(case)
+        torch.testing.assert_close(matrix(alone), matrix(together))
         again, _ = both(case, p)
         again.load(path)
         torch.testing.assert_close(matrix(again), matrix(together))
