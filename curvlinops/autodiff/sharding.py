@@ -398,8 +398,11 @@ class Shards:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> "Tensor | SavedParameter":
-        saved = self.saved(x)
-        return x if saved is None else saved
+        if (saved := self.saved(x)) is not None:
+            return saved
+        # a node that saves its own output must not hold itself, in a cycle that no collector sees
+        with without_torch_function():
+            return x.detach()
 
     def _unpack(self, saved: "Tensor | SavedParameter") -> Tensor:
         return saved if isinstance(saved, Tensor) else self.restored(saved)
