@@ -7,9 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 from contract import ALL, vectors
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from live_bytes import LiveBytes
 from problems import Problem
-from small import CE, MSE
+from small import CE, MSE, batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -124,6 +125,16 @@ def test_activations_do_not_wait_for_the_garbage_collector(case: str):
         assert all(ref() is None for ref in Watched.seen)
     finally:
         gc.enable()
+
+
+def test_batches_are_freed():
+    torch.manual_seed(0)
+    model, data = saving_outputs().double(), batches(4, 2)
+
+    def build(case: str, data: WatchedBatches) -> TorchLinearOperator:
+        return ALL[case].build(Problem(model, CE, dict(model.named_parameters()), data, mc=True))
+
+    check_batches_are_freed(build, data)
 
 
 # --- errors for want of memory

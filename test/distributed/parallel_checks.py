@@ -17,6 +17,7 @@ import scipy.sparse.linalg
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from models import Experts, Rewired, Using
 from problems import Problem
 from processes import (
@@ -218,6 +219,17 @@ def callbacks() -> None:
     alone.compute_kronecker_factors()
     if rank() == 0:  # it needs no other process
         curvlinops.hutchinson_trace(alone, 8, callback=lambda state: None)
+
+
+@check()
+def batches_are_freed() -> None:
+    p = classifier((4, 2, 3, 1), saving_outputs)
+
+    def build(case: str, data: WatchedBatches) -> Any:
+        options = {"process_group": group()} if ALL[case].square else {}
+        return ALL[case].build(replace(p, data=data), **options)
+
+    check_batches_are_freed(build, part(p.data))
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import json
 import os
 import re
@@ -181,6 +182,7 @@ def main(checks: Checks, rank: int, size: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, size, rank)
     warnings.simplefilter("error")
+    gc.freeze()  # as in conftest.py
     found = {}
     for name, run in checks[size].items():
         try:

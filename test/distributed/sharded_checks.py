@@ -16,6 +16,7 @@ import problems
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from models import InnerSteps
 from problems import Problem
 from processes import (
@@ -917,6 +918,18 @@ def kept_graphs_have_no_gathered_parameters() -> None:
             data.passes = 0
             A @ vector(A)
             assert data.passes == 0
+
+
+@check(1, 2)
+def batches_are_freed() -> None:
+    p = small(saving_outputs)
+    own = sharded(p)
+
+    def build(case: str, data: WatchedBatches) -> Any:
+        options = {"process_group": group()} if ALL[case].square else {}
+        return ALL[case].build(replace(own, data=data), **options)
+
+    check_batches_are_freed(build, own.data, without="LSMR")
 
 
 # --- what stays -----------------------------------------------------------------------------------
