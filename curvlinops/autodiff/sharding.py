@@ -8,6 +8,7 @@ a *round*, in which each process says what it requests. All of them then serve a
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -67,6 +68,10 @@ class Request(NamedTuple):
 _NOTHING = Request(Kind.NOTHING)
 
 
+#: The groups of all processes of a mesh, by that of its replicas: each group takes connections.
+_MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
 class Shards:
     """The parameters of a module that ``fully_shard`` has sharded.
 
@@ -109,7 +114,8 @@ class Shards:
                     f"fully_shard with one mesh. {_WHOLE}"
                 )
         self.size = self.group.size()
-        self._device = next(iter(sharded.values())).to_local().device
+        some = next(iter(sharded.values()))
+        self._mesh, self._device = some.device_mesh, some.to_local().device
         self._module, self._depth = module, 0
         self._latest: tuple[int, Tensor] | None = None  # a module may read it several times
         #: The numbers of gathered parameters that are in memory, and their dtypes.
@@ -127,6 +133,21 @@ class Shards:
         kind = distributed_tensors()
         sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
         return cls(module, sharded) if sharded else None
+
+    @cached_property
+    def members(self) -> Any:
+        """The processes that have shards of any copy."""
+        if self.replicas is None or self.replicas.size() == 1:
+            return self.group
+        if self.replicas not in _MEMBERS:
+            ranks = self._mesh.mesh.flatten().tolist()
+            is_all = len(ranks) == distributed.get_world_size()
+            _MEMBERS[self.replicas] = (
+                distributed.group.WORLD
+                if is_all
+                else distributed.new_group(ranks, use_local_synchronization=True)
+            )
+        return _MEMBERS[self.replicas]
 
     def check_processes(self, group: Any) -> None:
         """Refuse a group of processes that lacks some with shards, or has some of other models.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.losses import wrap_loss
-from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_internals import original_module
@@ -299,7 +299,7 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
     """Return the loss of a model, after it was compared with the model's own on the first batch."""
     task = model_func.task
     shards = Shards.of(model_func)
-    peers = Ranks() if shards is None else Ranks(shards.group, shards)
+    peers = peers_of(Ranks(shards=shards))
     modules = IsolatedModules([model_func], shards=shards)
     with peers.raise_on_all_ranks(), preserved_rng(), torch.no_grad(), modules.active():
         batch = next(iter(loader), None)

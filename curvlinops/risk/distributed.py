@@ -275,9 +275,12 @@ class Ranks:
 
 
 def peers_of(ranks: Ranks) -> Ranks:
-    """Return the processes that evaluate the model together: all, or those with its shards."""
+    """Return the processes that evaluate the model together: all, or those with its shards.
+
+    Copies of shards count, too.
+    """
     is_alone = ranks.group is None and ranks.shards is not None
-    return Ranks(ranks.shards.group, ranks.shards) if is_alone else ranks
+    return Ranks(ranks.shards.members, ranks.shards) if is_alone else ranks
 
 
 # --- what must be the same on all ranks

@@ -292,8 +292,23 @@ def compare_rows(p: Problem, own: Problem, **options: Any) -> None:
                     assert error(mine @ spread(own, v), alone @ v) <= 1e-10
         # parts of vectors have the rows of all processes
         whose = everywhere if has_parts(own) else alone
-        product = joined(own, mine.T @ [torch.ones(mine.codomain.shapes[""]).double()])
-        assert error(product, whose.T @ torch.ones(whose.shape[0]).double()) <= 1e-10
+        products = {
+            "transposed": (
+                mine.T @ [torch.ones(mine.codomain.shapes[""]).double()],
+                whose.T @ torch.ones(whose.shape[0]).double(),
+            ),
+            "second moment": ((mine.T @ mine) @ spread(own, V), whose.T @ (whose @ V)),
+        }
+        if case == "gradients":
+            (gradient, loss), (its_gradient, its_loss) = (
+                A.gradient_and_loss() for A in (mine, whose)
+            )
+            assert error(loss, its_loss) <= 1e-10
+            products["gradient"] = gradient, ParameterSpace.of(p.params).join(its_gradient)
+        for name, (found, expected) in products.items():
+            assert error(joined(own, found), expected) <= 1e-10, (case, name)
+            if has_parts(own):  # bit by bit, as copies of parts must be
+                assert_same_everywhere(joined(own, found))
     for name in ("dense", "norms", "gram", "second_moment", "variance"):
         assert error(getattr(mine, name)(), getattr(alone, name)()) <= 1e-10, name
     assert not mine.fallbacks
@@ -554,7 +569,14 @@ def replicas_of_shards() -> None:
     p = small()
     own = sharded(p, mesh=mesh)
     compare(p, own, ("hessian",))
+    compare_rows(p, own)
+    compare_rows(p, own, terms="term")
     compare_factors(p, own, fisher_type="empirical")
+    failing = sharded(small(lambda: Net(Failing())), mesh=mesh)
+    rows = ALL["gradients"].build(failing)
+    failing.model.act.fails = True
+    with fails(KeyError, "here", on=1):  # also in the processes with the other copy
+        rows.norms()
     H = ALL["hessian"].build(own, process_group=group())
     v = spread(own, torch.ones(H.shape[1]).double())
     try:
@@ -565,6 +587,16 @@ def replicas_of_shards() -> None:
         raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
         ALL["hessian"].build(sharded(p, mesh=mesh["shard"]), process_group=group())
+
+
+@check(4)
+def replicas_in_a_part_of_all_processes() -> None:
+    """Each half of the processes has a mesh of its own, for the same model and data."""
+    names = ("half", "replicate", "shard")
+    for shape in ((2, 2, 1), (2, 1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["replicate", "shard"]
+        p = small()
+        compare_rows(p, sharded(p, p.data[rank() % 2 :: 2], mesh=mesh))
 
 
 @check(1, 2)
