@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import problems
@@ -520,6 +521,20 @@ def samples_one_by_one() -> None:
     assert error(mine.dense(), alone.dense()) <= 1e-10
     assert list(mine.fallbacks) == ["act.up"]
     compare(p, own, ("fisher", "ggn-diagonal"))
+
+
+@check(1, 2)
+def queries_are_gathered_once_for_each_batch() -> None:
+    p = small()
+    own = sharded(p)
+    rows, V = ALL["gradients"].build(own), vector(ALL["gradients"].build(p), 3)
+    for queries in (V, V[:, 0]):
+        mine = spread(own, queries)
+        with mock.patch.object(
+            Shards, "vectors", autospec=True, side_effect=Shards.vectors
+        ) as gather:
+            rows.scores(mine)
+        assert gather.call_count == len(own.params) * len(own.data)
 
 
 @check(1, 2)
