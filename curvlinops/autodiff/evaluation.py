@@ -81,7 +81,6 @@ class Evaluation:
             self._modules.active(),
             nullcontext() if model.shards is None else model.shards.saved_by_number(),
             uncached_parametrizations(),
-            without_compiler(),
             overrides.active(self._differentiation, bool(model.sharded)),
         ):
             yield
@@ -122,7 +121,7 @@ class IsolatedModules:
     of lists, dictionaries and sets that are attributes. Buffers are copies. Backward hooks, which
     observe the user's own backward passes, are gone, and hooks of ``fully_shard``. What was written
     in the first context is there again in each later one, since the backward pass may recompute the
-    forward pass.
+    forward pass. Compiled modules run uncompiled.
 
     Args:
         roots: The modules; their children are included.
@@ -175,7 +174,8 @@ class IsolatedModules:
         empty = [*filterfalse(None, self._containers)]
         try:
             _write(self._inside)
-            yield
+            with without_compiler():
+                yield
         finally:
             changed = [contents for contents in before if _differ(*contents)]
             changed += [(x, ()) for x in filter(None, empty)]

@@ -512,6 +512,43 @@ for _kind, _is_adapted in itertools.product(("GPT2", "Llama"), (True, False)):
     check(name=f"language-models-{_kind}{_suffix}")(language_models(_kind, _is_adapted))
 
 
+def compile_blocks(model: nn.Module) -> None:
+    for block in blocks(model):
+        block.compile(backend="eager")
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    for number, block in enumerate(blocks(model)):
+        blocks(model)[number] = torch.compile(block, backend="eager")
+
+
+def compile_all(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+@check()
+def compiled_blocks() -> None:
+    if transformers is None:
+        return
+    model = language_model("GPT2")
+    texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+    alone = ALL["ggn"].build(Problem(*problem(model, texts), mc=True))
+    expected = alone @ vector(alone)
+    for compiles, is_first in itertools.product(
+        (compile_blocks, wrap_blocks, compile_all), (True, False)
+    ):
+        copied = copy.deepcopy(model)
+        if is_first:
+            compiles(copied)
+        for layer in (*blocks(copied), copied):
+            fully_shard(layer)
+        if not is_first:
+            compiles(copied)
+        own = Problem(*problem(copied, part(texts)), mc=True)
+        together = ALL["ggn"].build(own, process_group=group())
+        assert error(joined(own, together @ spread(own, vector(alone))), expected) <= 1e-10
+
+
 @check()
 def samples_one_by_one() -> None:
     """Calls without a rule, which only whole parameters may have."""
