@@ -7,6 +7,7 @@ from typing import ParamSpec, TypeVar
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.support.arguments import with_known_keywords
+from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -18,11 +19,16 @@ R = TypeVar("R")
 def solver(name: str, *operators: TorchLinearOperator) -> Iterator[None]:
     """Linearize operators, and show one bar for all products.
 
+    An error in one of the processes that multiply together is raised in all, unless they have parts
+    of vectors: then they communicate between products, too.
+
     Args:
         name: The name of the solver.
         *operators: The operators that it multiplies with.
     """
-    with solver_bar(name), ExitStack() as stack:
+    are_whole = not any(operator.domain.is_sharded for operator in operators)
+    group = largest_group(operator._group for operator in operators if are_whole)
+    with solver_bar(name), raised_in_all(group), ExitStack() as stack:
         for operator in operators:
             stack.enter_context(operator.linearized())
         yield

@@ -29,7 +29,7 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_METHODS
-from curvlinops.support.processes import raised_in_all
+from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
@@ -233,9 +233,8 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
         Of several groups it is the largest, all of whose processes wait for a product.
         """
-        found = [self.domain.group, *(operand._group for operand in self._operands())]
-        groups = [group for group in found if group is not None]
-        return max(groups, key=lambda group: group.size(), default=None)
+        operands = (operand._group for operand in self._operands())
+        return largest_group([self.domain.group, *operands])
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""

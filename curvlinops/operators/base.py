@@ -103,6 +103,7 @@ class DataLinearOperator(TorchLinearOperator):
     chunk_size: int | None = None
     process_group: "torch.distributed.ProcessGroup | None" = None
 
+    @in_default_modes
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
         with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
@@ -243,7 +244,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def _linearization(self) -> Linearization:
-        with exclusive():
+        with raised_in_all(self._group), exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
         return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)

@@ -93,10 +93,10 @@ class Ranks:
             return
         with sending_errors(self.gather_objects):
             checksums = checksums_of(risk) if with_values else {}
-        self._compare(_description(risk, task, columns) | details, checksums)
-        shared = self.agreed(columns) if columns else columns
-        with self.raise_on_all_ranks(risk):
-            yield shared
+            self._compare(_description(risk, task, columns) | details, checksums)
+            shared = self.agreed(columns) if columns else columns
+            with self.raise_on_all_ranks(risk):
+                yield shared
 
     @contextmanager
     def raise_on_all_ranks(self, risk: Any = None) -> Iterator[None]:

@@ -20,6 +20,7 @@ from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.signals import deliver_signals
 from curvlinops.support.torch_modes import exclusive
 
 
@@ -184,6 +185,7 @@ class EmpiricalRisk:
         def problems() -> Iterator[BatchProblem]:
             nonlocal current
             for current in data.iterate(items, device):
+                deliver_signals()
                 yield BatchProblem(self, current)
                 current = None
 

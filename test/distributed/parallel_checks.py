@@ -22,9 +22,11 @@ from models import Experts, Rewired, Using
 from problems import Problem
 from processes import (
     Failing,
+    Waiting,
     assert_alike_everywhere,
     assert_same_everywhere,
     check_callbacks,
+    check_interrupts,
     classifier,
     everywhere,
     fails,
@@ -259,6 +261,83 @@ def errors_of_the_model() -> None:
                 together.compute_kronecker_factors()
             with fails(ValueError, "update.. takes a batch", on=1):
                 together.update(None if rank() else p.data[0])
+
+
+def uses_of(A: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """Calls with several communications each."""
+
+    def context() -> None:
+        with A.linearized():
+            for _ in range(2):
+                A @ v
+
+    return {
+        "product": lambda: A @ v,
+        "product of products": lambda: (A @ A + A) @ v,
+        "context": context,
+        "gradient": lambda: A.gradient_and_loss(),
+        "CG": lambda: curvlinops.CGInverseLinearOperator(A, damping=1.0) @ v,
+        "eigsh": lambda: curvlinops.eigsh(A, 2, seed=0),
+        "trace": lambda: curvlinops.hutchinson_trace(A, 2, seed=0),
+    }
+
+
+@check()
+def interrupts() -> None:
+    """Ctrl-C and the like, raised by the model, or sent to processes that compute or wait."""
+    for kind in (KeyboardInterrupt, SystemExit):
+        p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 3)))
+        G, _ = both("ggn", p)
+        p.model[1].error = kind
+        for use in uses_of(G, vector(G)).values():
+            p.model[1].fails = True
+            with fails(kind, "here", on=1):
+                use()
+            p.model[1].fails = False
+            use()
+    p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Waiting(), nn.Linear(4, 3)))
+    (G, _), (K, _) = both("ggn", p), both("kfac", p, factor_placement="partition")
+    factors = {"factors": K.compute_kronecker_factors}
+    check_interrupts(p.model[1], uses_of(G, vector(G)) | factors)
+
+
+@check()
+def errors_of_solvers() -> None:
+    """Errors between two products, and at the beginning."""
+
+    class Broken(curvlinops.IdentityLinearOperator):
+        fails = False
+
+        def _apply(self, columns: Any) -> Any:
+            if self.fails and rank() == 1:
+                raise KeyError("here")
+            return super()._apply(columns)
+
+    G, _ = both("ggn", classifier())
+    M, v = Broken(G.space), vector(G)
+    for solver in (curvlinops.CGInverseLinearOperator, curvlinops.MINRESInverseLinearOperator):
+        solver = solver(G, damping=0.1, preconditioner=M)
+        M.fails = False
+        expected = solver @ v
+        M.fails = True
+        with fails(KeyError, "here", on=1):
+            solver @ v
+        M.fails = False
+        assert torch.equal(solver @ v, expected)
+    with fails(ValueError, "num_matvecs", on=1):
+        curvlinops.hutchinson_trace(G, 4 - 4 * rank())
+    # the model is read anew at the beginning
+    params = {"W": torch.ones(3, 3).double()}
+    p = replace(classifier(), model=lambda params, X: X @ params["W"], params=params)
+    G, _ = both("ggn", p)
+    W = params["W"]
+    for use in uses_of(G, vector(G)).values():
+        if rank() == 1:
+            params["W"] = torch.ones(2, 3).double()
+        with fails(ValueError, "'W' is now of shape", on=1):
+            use()
+        params["W"] = W
+        use()
 
 
 @check()
