@@ -79,6 +79,20 @@ def test_batches_without_rows(tmp_path: Path):
         assert none.scores(P, out=tmp_path / "none.npy").shape == (0, 2)
 
 
+def test_one_query_for_one_output(tmp_path: Path):
+    """A column of queries has one entry for the bias, with a stride."""
+    model = nn.Linear(3, 1).double()
+    data = [(torch.randn(1, 3).double(), torch.randn(1, 2)[:, 1:].double()) for _ in range(4)]
+    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    rows, P = rows_of(p), vectors(rows_of(p), 3)
+    expected = reference.per_sample_gradients(p) @ P
+    queries = (P[:, 1], P[:, 1:2], P.numpy()[:, 1])
+    for number, (query, column) in enumerate(zip(queries, (1, slice(1, 2), 1), strict=True)):
+        for _ in range(2):
+            found = rows.scores(query, out=tmp_path / f"{number}.npy")
+            assert error(torch.tensor(found), expected[:, column]) <= 1e-12
+
+
 def test_products_without_rules():
     """Parameters without a rule need one pass for a batch in products, not one for each sample."""
     p = problems.make("lstm-packed")
