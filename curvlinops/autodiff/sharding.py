@@ -68,7 +68,7 @@ class Request(NamedTuple):
 _NOTHING = Request(Kind.NOTHING)
 
 
-#: The groups of all processes of a mesh, by that of its replicas: each group takes connections.
+#: The group of all processes of a mesh, by the group of its replicas. A new one takes connections.
 _MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
