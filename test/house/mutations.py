@@ -26,7 +26,8 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: room/file, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        messages/arguments support/norms risk/data risk/changes risk/linearized
+        messages/arguments support/norms support/digest support/signals risk/data risk/changes
+        risk/linearized
         structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
         algorithms/callbacks::test_bars_know_their_total contract/modes kfac/module_factors
         distributed/parallel::test_together[sharded_checks-1]""",
