@@ -300,7 +300,10 @@ def compare_rows(p: Problem, own: Problem, **options: Any) -> None:
                 mine.T @ [torch.ones(mine.codomain.shapes[""]).double()],
                 whose.T @ torch.ones(whose.shape[0]).double(),
             ),
-            "second moment": ((mine.T @ mine) @ spread(own, V), whose.T @ (whose @ V)),
+            "second moment": (
+                (mine.T @ mine) @ spread(own, V[:, 0]),
+                whose.T @ (whose @ V[:, 0]),
+            ),
         }
         if case == "gradients":
             (gradient, loss), (its_gradient, its_loss) = (
