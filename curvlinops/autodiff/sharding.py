@@ -30,6 +30,7 @@ from curvlinops.support.torch_internals import (
     reduce_scatter,
     reshard,
     tensor_tables,
+    version_of,
     without_torch_function,
 )
 
@@ -418,15 +419,23 @@ class Shards:
         """Return a context in which autograd saves gathered parameters by their numbers."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> "Tensor | SavedParameter":
+    def _pack(self, x: Tensor) -> "tuple[Tensor, int] | SavedParameter":
         if (saved := self.saved(x)) is not None:
             return saved
         # a node that saves its own output must not hold itself, in a cycle that no collector sees
         with without_torch_function():
-            return x.detach()
+            return x.detach(), version_of(x)
 
-    def _unpack(self, saved: "Tensor | SavedParameter") -> Tensor:
-        return saved if isinstance(saved, Tensor) else self.restored(saved)
+    def _unpack(self, saved: "tuple[Tensor, int] | SavedParameter") -> Tensor:
+        if isinstance(saved, SavedParameter):
+            return self.restored(saved)
+        x, version = saved
+        if version_of(x) != version:  # which autograd compares only where there are no hooks
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(x.shape)}."
+            )
+        return x
 
     def saved(self, x: Tensor) -> "SavedParameter | None":
         """Return how to get a view of a gathered parameter again, ``None`` for other tensors."""

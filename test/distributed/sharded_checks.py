@@ -1178,6 +1178,32 @@ def models_that_are_refused() -> None:
         A @ vector(A)
 
 
+class Overwriting(Net):
+    """Writes to the output of a layer that needs it, or of one that does not."""
+
+    needs_output = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.tanh_() if self.needs_output else x.sin()
+        return self.head(self.second(x.mul_(2)).relu_())
+
+
+@check(1, 2)
+def writes_to_what_is_saved() -> None:
+    p = small(Overwriting)
+    own = sharded(p)
+    for case in ("hessian", "ggn", "fisher", "gradients", "kfac"):
+        options = {"process_group": group()} if ALL[case].square else {}
+        for q, theirs in ((own, options), (p, {})):
+            with fails(RuntimeError, "modified by an inplace operation"):
+                A = ALL[case].build(q, check_deterministic=False, **theirs)
+                A @ (spread(q, torch.ones(A.shape[1]).double()))
+    p.model.needs_output = own.model.needs_output = False
+    compare(p, own)
+    compare_rows(p, own)
+
+
 @check()
 def uses_that_are_refused() -> None:
     p = small()
