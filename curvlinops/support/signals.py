@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,22 @@ _waiting: dict[int, Callable[[], Any]] = {}
 _is_active = False
 
 
-@contextmanager
-def delayed_signals() -> Iterator[None]:
-    """Let Ctrl-C wait until ``deliver_signals``, or the end of the context.
+def delayed_signals() -> AbstractContextManager:
+    """Return a context in which Ctrl-C waits until ``deliver_signals``, or the end.
 
     In the middle of a communication, an exception in one process would leave it out of step with
     the others. The signal to terminate waits, too, if it has a handler in Python. A second signal
     of a kind does not wait. A program of one process is left alone. Contexts may be nested.
     """
+    is_main = threading.current_thread() is threading.main_thread()  # the one that has signals
+    may_communicate = distributed.is_available() and distributed.is_initialized()
+    is_needed = may_communicate and is_main and not _is_active
+    return _delayed() if is_needed else nullcontext()
+
+
+@contextmanager
+def _delayed() -> Iterator[None]:
     global _is_active
-    if _is_active or not _may_communicate():
-        yield
-        return
     found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     found = {number: handler for number, handler in found.items() if callable(handler)}
 
@@ -51,9 +55,3 @@ def deliver_signals() -> None:
     """Handle the signals that wait, where an exception is sent to the processes that wait."""
     while _waiting and threading.current_thread() is threading.main_thread():
         _waiting.popitem()[1]()
-
-
-def _may_communicate() -> bool:
-    """Return whether there are several processes, in the thread that handles signals."""
-    is_main = threading.current_thread() is threading.main_thread()
-    return is_main and distributed.is_available() and distributed.is_initialized()
