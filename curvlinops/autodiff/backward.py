@@ -205,6 +205,7 @@ def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
 def in_chunks(
     product: Callable[..., Columns],
     size: int | None,
+    tensors: tuple[Tensor, ...] = (),
     shards: Shards | None = None,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
@@ -213,7 +214,8 @@ def in_chunks(
         product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
             not support that, columns are taken one by one.
         size: The number of columns at once. It is halved while the memory is too small. Default: as
-            many as have ``_BUDGETS`` bytes with the tensors in the product's closure.
+            many as have ``_BUDGETS`` bytes, if each needs what ``tensors`` and their graphs do.
+        tensors: What the product keeps, see ``Linear``.
         shards: The parameters that are sharded, if any is differentiated.
 
     Returns:
@@ -233,7 +235,7 @@ def in_chunks(
         num_columns, start = some.shape[0], 0
         if num_columns > 1 and size is None:
             budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
-            size = max(budget // max(footprint(product), 1), 1)
+            size = max(budget // max(footprint(tensors), 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start

@@ -86,14 +86,25 @@ class Evaluation:
         ):
             yield
 
-    def of_graph(self, outputs: Iterable[Tensor | None]) -> Callable[[], AbstractContextManager]:
+    @property
+    def copies(self) -> tuple[Tensor, ...]:
+        """The copies of buffers that the context keeps in memory."""
+        return () if self._modules is None else self._modules.copies
+
+    def of_graph(
+        self, outputs: Iterable[Tensor], always: bool = False
+    ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes through the graphs of some outputs.
 
-        It is ``active``, or nothing if they run none of the user's code.
+        It is ``active`` if these run the user's code, or always if that is wanted; else nothing.
+
+        Returns:
+            The context, and the tensors that it keeps in memory.
         """
-        nodes = graph_nodes(*(x for x in outputs if x is not None))
-        runs_code = not self._model.substitutable or any(map(runs_python, nodes))
-        return self.active if runs_code else nullcontext
+        always = always or not self._model.substitutable
+        if always or any(map(runs_python, graph_nodes(*outputs))):
+            return self.active, self.copies
+        return nullcontext, ()
 
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only.
@@ -131,6 +142,9 @@ class IsolatedModules:
             this very pass, are used themselves, not as copies without a graph.
         shards: The parameters that are gathered when the modules read them.
         leaves: What gets the gradients of some of these, see ``Shards.read``.
+
+    Attributes:
+        copies: The copies of buffers.
     """
 
     def __init__(
@@ -144,7 +158,7 @@ class IsolatedModules:
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []
         self._is_new = True
-        tensors = dict(replacements or {})
+        tensors, copies = dict(replacements or {}), dict[int, Tensor]()
         for module in modules_of(roots):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -155,7 +169,8 @@ class IsolatedModules:
             for buffer in buffers.values():
                 is_constant = buffer is not None and not (keep_graphs and buffer.requires_grad)
                 if is_constant and id(buffer) not in tensors:
-                    tensors[id(buffer)] = with_attributes(buffer.detach().clone(), buffer)
+                    copy = with_attributes(buffer.detach().clone(), buffer)
+                    tensors[id(buffer)] = copies[id(buffer)] = copy
             for table in filter(None, (parameters, buffers)):
                 contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
                 if shards is not None and any(map(shards.is_sharded, contents.values())):
@@ -167,6 +182,7 @@ class IsolatedModules:
             if shards is not None:
                 hooks = filter(None, forward_hooks(module))
                 self._inside += [(x, without_fsdp_hooks(x)) for x in hooks]
+        self.copies = tuple(copies.values())
 
     @contextmanager
     def active(self) -> Iterator[None]:

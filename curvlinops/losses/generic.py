@@ -9,6 +9,7 @@ from torch import Tensor
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.finite_differences import can_compare, check_derivative
+from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import DependentLossError, Loss
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
@@ -152,7 +153,7 @@ class AdditiveLoss(Loss):
     def _gradient(self, z: Tensor, y: tuple[Tensor, Any]) -> Tensor:
         return self.to_terms(self.differentiable_gradient(*y).detach().unsqueeze(0))[0]
 
-    def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Linear:
         output, target = y
         gradient, functions = self._differentiated(output, target)
 
@@ -168,7 +169,7 @@ class AdditiveLoss(Loss):
             columns = self.from_terms(v, output)
             return self.to_terms(torch.stack([product(column) for column in columns]))
 
-        return multiply
+        return Linear(multiply, (output, gradient))
 
     def _compare(self, product: Callable, output: Tensor, target: Any, functions: set[str]) -> None:
         """Compare a Hessian product of a loss with custom functions with central differences."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, split_blocks
 from curvlinops.autodiff.sharding import check_training
@@ -18,7 +19,6 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
-from curvlinops.risk.derivatives import Apply
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
@@ -136,8 +136,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- what a subclass says
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
-        """Do all on a batch that does not depend on the vectors; return what does.
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
 
         Args:
             problem: Model and loss on the batch.
@@ -196,7 +196,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _linearizations(self, num_products: int) -> Any:
         """Return a context that yields ``_linearize`` of each batch, for a number of products."""
 
-        def build(problem: BatchProblem, is_kept: bool) -> Any:
+        def build(problem: BatchProblem, is_kept: bool) -> Linear:
             single = num_products == 1 and not is_kept and problem.can_substitute
             return self._linearize(problem, single)
 
@@ -213,7 +213,7 @@ class DataLinearOperator(TorchLinearOperator):
         shared = linearization_of(self)
         if shared is None:
             with self._batches(task) as batches:
-                yield (build(problem, False) for problem in batches)
+                yield (build(problem, False)[0] for problem in batches)
             return
         with exclusive():
             shared.check()

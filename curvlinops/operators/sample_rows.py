@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.fallback import LossesOneByOne
 from curvlinops.layers.gradients import LowRank, Piece, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
@@ -181,10 +182,11 @@ def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
 # --- samples, terms, and the loss
 
 
-def by_sample(problem: BatchProblem, output: Tensor, columns: Tensor) -> Tensor:
-    """Return columns ``[K, *output]`` as ``[K, N, entries of a sample]``."""
+def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes ``[K, N, entries of a sample]`` of columns ``[K, *output]``."""
     num_samples = problem.samples_of(output)
-    return columns.reshape(len(columns), num_samples, output.numel() // max(num_samples, 1))
+    sizes = num_samples, output.numel() // max(num_samples, 1)
+    return lambda columns: columns.reshape(len(columns), *sizes)
 
 
 def num_rows(problem: BatchProblem, output: Tensor, terms: str) -> int:
@@ -213,8 +215,8 @@ def add_transposed(rows: Columns, u: Tensor, out: Columns) -> None:
 
 
 def graph_or_rows(
-    problem: BatchProblem, from_graph: Callable[[], Callable], from_rows: Callable[[], Callable]
-) -> Callable:
+    problem: BatchProblem, from_graph: Callable[[], Linear], from_rows: Callable[[], Linear]
+) -> Linear:
     """Prepare products with a graph; where that has no second derivatives, with rows.
 
     Args:
@@ -225,7 +227,7 @@ def graph_or_rows(
     if problem.loss_needs_graph or problem.facts.lacks_derivative:
         return from_rows()
 
-    def otherwise(error: Exception) -> Callable:
+    def otherwise(error: Exception) -> Linear:
         if isinstance(error, NoDerivativeError):
             problem.learn(lacks_derivative=True)
         return from_rows()
@@ -243,4 +245,4 @@ def graph_or_rows(
             apply = otherwise(error)
         return apply(*args)
 
-    return product
+    return Linear(product, apply.tensors)

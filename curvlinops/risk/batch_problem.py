@@ -358,7 +358,7 @@ class BatchProblem:
             loss_needs_graph = self._needs_graph(output)
         self.learn(
             is_evaluated=True,
-            graph_bytes=footprint(output),
+            graph_bytes=footprint([output]),
             hooks=frozenset(watch.hooks),
             differentiates=watch.differentiates,
             stops_gradients=watch.stops_gradients,

@@ -23,8 +23,9 @@ _CPU_BUDGET = 2 * 2**30
 #: Stands for what is not kept, as it is too large or random.
 _REJECTED = object()
 
-#: Builds what products with a batch share. The second argument says whether it is kept.
-Build = Callable[[BatchProblem, bool], Any]
+#: Builds what products with a batch share; returns it, and the tensors that it keeps in memory,
+#: with their graphs, see ``Linear``. The second argument says whether it is kept.
+Build = Callable[[BatchProblem, bool], tuple[Any, Iterable[Tensor]]]
 
 
 class Linearization:
@@ -97,18 +98,18 @@ class Linearization:
                 kept.setdefault(index, _REJECTED)
             if index not in kept:
                 before = GeneratorStates()
-                built = build(problem, True)
-                kept[index] = built if before.are_current() and self._fits(built) else _REJECTED
+                built, tensors = build(problem, True)
+                kept[index] = built if before.are_current() and self._fits(tensors) else _REJECTED
                 yield built
             elif kept[index] is _REJECTED:
-                yield build(problem, False)
+                yield build(problem, False)[0]
             else:
                 yield kept[index]
         self._complete.add(task)
 
-    def _fits(self, built: Any) -> bool:
-        """Reserve the memory of what was built, if there is so much."""
-        size = footprint(built)
+    def _fits(self, tensors: Iterable[Tensor]) -> bool:
+        """Reserve the memory of tensors and their graphs, if there is so much."""
+        size = footprint(tensors, (x for _, x, _ in self._versions))
         if fits := self.has_room(size):
             self._room -= size
         _LOGGER.info(

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
@@ -97,30 +97,35 @@ def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     return (variable for variable in variables if isinstance(variable, Tensor))
 
 
-def footprint(part: Any) -> int:
-    """Return an estimate in bytes of the memory that tensors and their graphs keep alive.
+def footprint(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
+
+    Leaves of graphs, which are parameters, do not count. Not seen are the inputs of checkpoints,
+    and what the user's own functions keep inside of objects.
 
     Args:
-        part: Tensors in nested functions (their closures), dictionaries, lists and tuples. Leaves
-            of graphs, which are parameters, do not count.
+        tensors: The tensors.
+        others: Tensors that are in memory anyway.
     """
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls
-        tensors = list(_tensors(part))
+        tensors = list(tensors)
         nodes = list(graph_nodes(*tensors))
-        leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
-        for tensor in tensors:
-            sizes |= _storages(tensor)
         for node in nodes:
             for saved in saved_values(node):
                 # hooks on saved tensors, as of checkpoints, may have saved something else
                 held = getattr(saved, "data", None)
                 if isinstance(held, Tensor):
                     sizes |= _storages(held)
-            for tensor in _tensors(getattr(node, "__dict__", {})):  # of custom functions
+            for tensor in leaves(getattr(node, "__dict__", {})):  # of functions in Python
                 sizes |= _storages(tensor)
-        for variable in (*leaves, *leaf_variables(nodes)):
+        for variable in leaf_variables(nodes):
             for address in _storages(variable):
+                sizes.pop(address, None)
+        for tensor in tensors:
+            sizes |= _storages(tensor)
+        for tensor in others:
+            for address in _storages(tensor):
                 sizes.pop(address, None)
     return sum(sizes.values())
 
@@ -131,20 +136,3 @@ def _storages(tensor: Tensor) -> dict[int, int]:
         storages = [part.untyped_storage() for part in strided_tensors(tensor)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {}
-
-
-def _tensors(part: Any) -> Iterator[Tensor]:
-    stack, seen = [part], set()
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, FunctionType):
-            stack += [cell.cell_contents for cell in part.__closure__ or ()]
-        elif isinstance(part, dict):
-            stack += part.values()
-        elif isinstance(part, list | tuple):
-            stack += part

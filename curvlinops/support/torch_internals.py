@@ -242,8 +242,8 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 def strided_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors of which a sparse or nested one consists; a dense one is its own."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
+        held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [x for part in held if isinstance(part, Tensor) for x in strided_tensors(part)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -204,3 +204,86 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
         torch.testing.assert_close(H @ V, expected)
         assert not memory.failures
     assert "No memory for so many columns" in caplog.text
+
+
+# --- what `linearized()` keeps
+
+
+class Sine(torch.autograd.Function):
+    """Saves a tensor, and keeps another one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = [x.exp()]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Shifted(nn.Module):
+    """Has a large buffer, of which contexts of the user's code have copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.rand(600, 60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sine.apply(x + self.shift.mean(0))
+
+
+def mlp() -> nn.Module:
+    layers = nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU(), nn.Linear(60, 20)
+    return nn.Sequential(*layers)
+
+
+def frozen() -> nn.Module:
+    """Weights that take no gradients are saved for those of others, and are the user's own."""
+    model = nn.Sequential(mlp(), nn.Linear(20, 2000), nn.Tanh(), nn.Linear(2000, 20))
+    return model.requires_grad_(False)
+
+
+def powers(z: Tensor, y: Tensor) -> Tensor:
+    return CE(z, y) + z.pow(4).mean()
+
+
+#: A model, the parameters that are differentiated, and a loss that keeps something else.
+KEPT = {
+    "mlp": (mlp, slice(None), CE),
+    "loss of the user": (mlp, slice(None), powers),
+    "user's code": (lambda: nn.Sequential(nn.Linear(50, 60), Shifted(), mlp()[4]), slice(None), CE),
+    "normalization": (lambda: mlp().insert(1, nn.BatchNorm1d(60)).eval(), slice(None), CE),
+    "frozen layers": (frozen, slice(2), CE),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["hessian", "ggn", "mc", "fisher-samples", "ggn-diagonal", "gradients"]
+)
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept_counts_with_all_its_memory(kind: str, case: str, caplog):
+    make, some, loss = KEPT[kind]
+    if loss is powers and (ALL[case].needs_root or not ALL[case].takes_loss):
+        return
+    model, data = make(), [(torch.randn(300, 50), torch.randint(20, (300,))) for _ in range(2)]
+    p = Problem(model, loss, list(model.parameters())[some], data, mc=True, reduction="mean")
+    A = ALL[case].build(p)
+    caplog.set_level("INFO", "curvlinops")
+    for operator in [A] if ALL[case].square else [A, A.T]:
+        v, live = vectors(operator), LiveBytes()
+        operator @ v
+        caplog.clear()
+        with operator.linearized():
+            with live:
+                operator @ v
+            gc.collect()
+            inside = live.now
+        gc.collect()
+        messages = [record.args for record in caplog.records if "a batch takes" in record.msg]
+        assert [fate for _, _, fate, _ in messages] == ["kept", "kept"]
+        # data that the user has in memory may count, or not
+        own = sum(x.nbytes for batch in data for x in batch)
+        said, kept = 2**20 * sum(size for _, size, _, _ in messages), inside - live.now
+        assert 0.99 * kept <= said <= 1.01 * (kept + own)

@@ -22,17 +22,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops as C
+from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator import operator as operator_module
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Apply, hessian
+from curvlinops.risk.derivatives import hessian
 
 
 @dataclass(eq=False, repr=False)
 class Own(DataLinearOperator):
     """An operator of a user's."""
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         return hessian(problem, problem.loss_seed, single=single)
 
 
