@@ -1,7 +1,8 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
@@ -59,6 +60,24 @@ else:
 _LARGEST_DENSE = 4 * 2**30
 #: Bytes of vectors that ``to_dense`` multiplies at once.
 _DENSE_BLOCK = 64 * 2**20
+
+#: Whether ``linearized()`` is being entered for the caller's own code.
+IS_FOR_CALLER: ContextVar[bool] = ContextVar("is_for_caller", default=True)
+
+
+@contextmanager
+def all_linearized(
+    *operators: "TorchLinearOperator", runs_callback: bool = False
+) -> Iterator[None]:
+    """Linearize operators; inside, none of the caller's code runs, but perhaps a callback."""
+    with ExitStack() as stack:
+        token = IS_FOR_CALLER.set(runs_callback)
+        try:
+            for operator in operators:
+                stack.enter_context(operator.linearized())
+        finally:
+            IS_FOR_CALLER.reset(token)
+        yield
 
 
 _SOLVE = "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
@@ -420,7 +439,7 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        with solver_bar("to_dense"), self.linearized() if num > chunk else nullcontext():
+        with solver_bar("to_dense"), all_linearized(*[self] * (num > chunk)):
             expect_products(num)
             for start in range(0, num, chunk):
                 part = out[start : start + chunk]

@@ -14,7 +14,7 @@ from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, split_blocks
 from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
-from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
@@ -229,24 +229,37 @@ class DataLinearOperator(TorchLinearOperator):
 
         The first product keeps what does not depend on its vectors, batch by batch. Once that of
         all batches is kept, no data is read, moved or compared. All is freed at the end. The
-        context may be entered again inside, and belongs to the thread that enters it.
+        context may be entered again inside, and belongs to the thread that enters it; in a
+        generator, it holds while the generator runs.
 
         Raises:
-            RuntimeError: In products inside, if a parameter or buffer was written to. Other changes
-                of model, loss and data are not noticed.
+            RuntimeError: In products inside, if PyTorch tells that a parameter or buffer was
+                written to; at the end, if one has other numbers or was replaced. Other changes of
+                model, loss and data are not noticed.
         """
         if linearization_of(self) is not None:
             yield
             return
-        with linearizing(self, self._linearization()):
+        linearization = self._linearization(IS_FOR_CALLER.get())
+        with linearizing(self, linearization):
             yield
+            self._compare(linearization)
 
     @in_default_modes
-    def _linearization(self) -> Linearization:
+    def _linearization(self, is_compared: bool) -> Linearization:
         with exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
-        return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)
+        budget = budget_of(self.cache, self.device)
+        return Linearization(type(self).__name__, budget, tensors, is_compared)
+
+    @in_default_modes
+    def _compare(self, linearization: Linearization) -> None:
+        """Refuse a model that is another one than at the first product inside."""
+        if linearization.is_open and linearization.is_compared:
+            with exclusive():
+                self.risk.model.refresh()
+                linearization.compare(self.risk.tensors())
 
     @contextmanager
     def _batches(
