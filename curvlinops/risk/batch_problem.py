@@ -41,6 +41,9 @@ NO_DERIVATIVE = (
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
 
+#: The largest number of graphs that are remembered: a function may keep another number each time.
+_MOST_GRAPHS = 1000
+
 #: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
 
@@ -259,7 +262,9 @@ class BatchProblem:
         first step, hides the function.
         """
         if all(bool(grad.any()) for grad in grads.values()):
-            self.learn(compared=self.facts.compared | {self._signature})
+            compared = self.facts.compared
+            known = compared if len(compared) < _MOST_GRAPHS else frozenset()
+            self.learn(compared=known | {self._signature})
 
     def _note_functions(self, nodes: list[Any], output: Tensor) -> None:
         """Note the user's own autograd functions in the graph of an output."""

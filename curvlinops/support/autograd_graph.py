@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.support.pytree import leaves
+from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
@@ -36,6 +37,8 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
 def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) -> int:
     """Return a hash of a graph: operations, their plain arguments, and how they are connected.
 
+    The user's own functions count with their module, and with what they keep beside tensors.
+
     Args:
         nodes: The nodes of the graph, in the order in which they are found from its output.
         arguments: The names of the arguments that count. Default: all.
@@ -48,11 +51,20 @@ def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) ->
             (
                 node.name(),
                 repr(plain_values(node, arguments)),
+                _identity(node) if _is_custom(node) else None,
                 *((numbers[following], index) for following, index in node.next_functions),
             )
             for node in nodes
         )
     )
+
+
+def _identity(node: Any) -> tuple[str, str]:
+    """Return the function of a node, and the values that it keeps; of tensors the kinds."""
+    is_data = (Tensor, np.ndarray)
+    kept = map_leaves(vars(node), lambda x: (x.shape, x.dtype) if isinstance(x, is_data) else x)
+    function = function_of(node)
+    return f"{function.__module__}.{function.__qualname__}", repr(kept)
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
