@@ -19,5 +19,5 @@ class HessianLinearOperator(DataLinearOperator):
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         apply = hessian(problem, problem.loss_seed, self.chunk_size, single)
         if problem.uncompared:  # autograd cannot know whether custom functions are right
-            check_hessian(problem, hessian(problem, problem.loss_seed, single=True))
+            check_hessian(problem, hessian(problem, problem.loss_seed) if single else apply)
         return apply

@@ -20,9 +20,10 @@ from torch.autograd import forward_ad
 
 from curvlinops.autodiff.backward import explained, in_chunks, room_for, vjp, vjp_columns
 from curvlinops.autodiff.linear import Linear
-from curvlinops.linear_operator.space import Columns, add
+from curvlinops.linear_operator.space import Columns, add, norm
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
-from curvlinops.risk.custom_functions import agree, check_jacobian
+from curvlinops.risk.custom_functions import check_jacobian
+from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng
 from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
@@ -31,6 +32,9 @@ from curvlinops.support.torch_internals import prepare_forward_mode, without_tor
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
 #: are wanted), in place. Returns the batch's weight, its share of the normalization.
 Apply = Callable[[Columns, Columns], Tensor]
+
+#: Largest relative difference of an inner product that is computed by forward and backward mode.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 #: A function of the model's output that also returns the batch's weight.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
@@ -256,7 +260,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         # equals zero also if forward mode has lost the tangents
         Gv = {name: grads[name] for name in v if grads[name] is not None}
         is_zero = not Gv or not bool(tangent.any())
-        is_right = not is_zero and agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
+        is_right = not is_zero and _agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
         return grads, weight, is_right, is_zero
 
     def apply(V: Columns, out: Columns) -> Tensor:
@@ -277,6 +281,20 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         return weight
 
     return apply
+
+
+def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> bool:
+    """Return whether the inner products of two vectors, and of two others, agree to rounding."""
+    one, two = (
+        float(sum(double_dot(x, ys[name]) for name, x in xs.items())) for xs, ys in (first, second)
+    )
+    dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
+    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
+    error = abs(one - two) - tolerance * max(abs(one), abs(two))
+    if error <= 0:
+        return True
+    rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
 
 
 def _record_with_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:
