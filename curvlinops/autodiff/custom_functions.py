@@ -72,7 +72,7 @@ def compare_adjoint(
     dots, sums, sizes = [], dict[str, Tensor](), dict[str, float]()
     for one in w:
         grads = vjp(one)
-        dots.append({n: double_dot(z, grads[n]) for n, z in _directions(inputs, grads, seed=1)})
+        dots.append({n: double_dot(z, grads[n]) for n, z in directions(inputs, grads, seed=1)})
         sizes |= {name: float(double_norm(x)) for name, x in grads.items()}
         sums = {name: sums[name] + x if name in sums else x for name, x in grads.items()}
     rounding = {n: float(double_norm(sums[n] - x)) for n, x in vjp(w[0] + w[1]).items()}
@@ -81,7 +81,7 @@ def compare_adjoint(
     if not scales:
         return True, sizes
     noise = sum((scales[name] * rounding[name]) ** 2 for name in scales) ** 0.5
-    Jv = jvp({name: scales[name] * z for name, z in _directions(inputs, scales, seed=1)})
+    Jv = jvp({name: scales[name] * z for name, z in directions(inputs, scales, seed=1)})
     errors = [
         float(double_dot(one, Jv)) - sum(scale * float(d[name]) for name, scale in scales.items())
         for one, d in zip(w, dots, strict=True)
@@ -90,7 +90,7 @@ def compare_adjoint(
     return is_right, sizes
 
 
-def _directions(like: Tensors, names: Container[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+def directions(like: Tensors, names: Container[str], seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield random tensors for some names, one at a time, the same for the same seed."""
     for number, (name, x) in enumerate(like.items()):
         if name in names:
@@ -111,6 +111,7 @@ class Gradient(NamedTuple):
 
     Attributes:
         at: The tensors, by name.
+        near: Other ones, at which gradients have their usual size.
         function: Returns the gradient at such tensors, by the same names.
         product: Multiplies vectors, for some of the names, by the derivative.
         suspects: The names for which the derivative may be wrong.
@@ -118,6 +119,7 @@ class Gradient(NamedTuple):
     """
 
     at: Tensors
+    near: Tensors
     function: Callable[[Tensors], Tensors]
     product: Callable[[Tensors], Tensors]
     suspects: Iterable[str]
@@ -147,11 +149,11 @@ def check_derivative(
             if not bool(wrong.any()):
                 break
         else:
-            error = float((found.errors / found.sizes)[wrong].max())
+            error = float((found.errors / found.sizes.maximum(found.errors))[wrong].max())
             raise RuntimeError(
                 f"{what}{_along(names)} is off by {error:.1e} from central differences. {remedy}"
             )
-        if found.is_unclear:
+        if found.are_unclear:
             unclear += names
     if unclear:
         warn(
@@ -173,13 +175,13 @@ class _Found(NamedTuple):
         errors: The norms of what differs.
         sizes: The norms of the differences.
         are_wrong: Whether that is more than the errors of the differences.
-        is_unclear: Whether the differences do not tell whether the products are right.
+        are_unclear: Whether the differences do not tell whether the products are right.
     """
 
     errors: Tensor
     sizes: Tensor
     are_wrong: Tensor
-    is_unclear: bool
+    are_unclear: bool
 
 
 class _Differences:
@@ -196,16 +198,14 @@ class _Differences:
         self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
         at, eps = gradient.at, self._eps
         self._here = gradient.function(at)
-        sizes = {name: 0.01 * (x.abs().mean() + 0.01) for name, x in at.items()}
-        self._near = gradient.function(
-            {name: at[name] + sizes[name] * z for name, z in _directions(at, at, seed=0)}
-        )
+        self._near = gradient.function(gradient.near)
         rounded = gradient.function(
-            {name: at[name] * (1 + eps * z) for name, z in _directions(at, at, seed=1)}
+            {name: at[name] * (1 + eps * z) for name, z in directions(at, at, seed=1)}
         )
         self._rounding, norms = _minus(rounded, self._here), gradient.norms
-        #: The rounding errors of gradients, measured and by the size of their numbers.
-        self._noise = torch.maximum(norms(self._rounding), eps * norms(self._here))
+        #: The rounding errors of gradients: measured, and at least that of their usual size.
+        usual = torch.maximum(norms(self._here), norms(self._near).nan_to_num(nan=0.0))
+        self._noise = torch.maximum(norms(self._rounding), eps * usual)
 
     def groups(self) -> Iterator[list[str]]:
         """Yield suspects of similar influence, the size of their gradients.
@@ -233,7 +233,7 @@ class _Differences:
         some = {name: at[name] for name in names}
         # not along entries whose gradient is zero by definition, such as rows of padding; others
         # may be zero by accident, but not at parameters nearby
-        draws = _directions(at, some, seed + 2)
+        draws = directions(at, some, seed + 2)
         v = {name: torch.where(near[name] == 0, 0.0, z) for name, z in draws}
         product = self._gradient.product(v)
         step = self._eps**0.4 * max(_mean_size(some), 0.1 * _mean_size(at), 1e-3)
@@ -241,22 +241,17 @@ class _Differences:
         for factor in _STEPS:
             found = self._differ(product, v, factor * step)
             if best is not None:
-                found = torch.where(found[1] * best[2] < best[1] * found[2], found, best)
+                found = torch.where(_ratio(found) <= _ratio(best), found, best)
             best = found
-            if bool((best[1] <= _GOOD * best[2]).all()):
+            if bool((_ratio(best) <= _GOOD).all()):
                 break
         errors, tolerances, sizes, uncertainty, rounding, kinks = best
-        is_told, is_own = tolerances <= _LARGEST * sizes, self._are_own(names)
-        is_told &= tolerances.isfinite()
+        is_off, is_zero = errors > tolerances, (errors == 0) & (sizes == 0)
+        is_told = is_zero | (_ratio(best) <= _LARGEST)
         # what is zero but for rounding errors agrees with differences of rounding errors
-        is_unclear = is_own & ~is_told & ~(uncertainty <= rounding)
-        is_wrong = errors > tolerances
-        return _Found(
-            errors,
-            sizes,
-            is_wrong & (errors > kinks),
-            not bool(is_told.any()) or bool((is_unclear | is_wrong & (errors <= kinks)).any()),
-        )
+        is_unclear = is_off | ~is_told & ~(uncertainty <= rounding)
+        are_unclear = bool((is_unclear & self._are_named(names)).any()) or not bool(is_told.any())
+        return _Found(errors, sizes, is_off & (errors > 2 * kinks), are_unclear)
 
     def _differ(self, product: Tensors, v: Tensors, h: float) -> Tensor:
         """Compare a product with two differences, the narrow one of step size h.
@@ -276,17 +271,25 @@ class _Differences:
             slopes.append({n: (x - minus[n]) / (2 * width) for n, x in plus.items()})
         sizes, uncertainty = norms(slopes[1]), 3 * norms(_minus(*slopes))
         errors = torch.minimum(*(norms(_minus(product, slope)) for slope in slopes))
-        rounding = 5 * self._noise / h
+        rounding = 5 * self._noise / h + self._eps * norms(product).max()
         tolerances = rounding + torch.maximum(uncertainty, self._smallest * sizes)
         # slopes on both sides differ: differences of any width are their mean
         kinks = norms({n: x + minus[n] - 2 * self._here[n] for n, x in plus.items()}) / (2 * h)
         found = torch.stack([errors, tolerances, sizes, uncertainty, rounding, kinks])
         return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
-    def _are_own(self, names: list[str]) -> Tensor:
-        """Return which parts are those of some names, if each name is a part, else all."""
-        at = self._gradient.at
-        return torch.tensor([name in names for name in at], device=self._noise.device)
+    def _are_named(self, names: list[str]) -> Tensor:
+        """Return which parts are the gradients of some names; none if parts have no names."""
+        at, parts = self._gradient.at, torch.zeros_like(self._noise, dtype=torch.bool)
+        if len(at) == len(parts):
+            parts[[number for number, name in enumerate(at) if name in names]] = True
+        return parts
+
+
+def _ratio(found: Tensor) -> Tensor:
+    """Return the relative tolerances, infinite where differences are zero or no numbers."""
+    _, tolerances, sizes, *_ = found
+    return (tolerances / sizes).nan_to_num(nan=torch.inf)
 
 
 def _minus(x: Tensors, y: Tensors) -> Tensors:

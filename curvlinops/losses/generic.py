@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
-from curvlinops.autodiff.custom_functions import Gradient, can_compare, check_derivative
+from curvlinops.autodiff.custom_functions import (
+    Gradient,
+    can_compare,
+    check_derivative,
+    directions,
+)
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.used_modules import find_modules
@@ -194,7 +199,9 @@ class AdditiveLoss(Loss):
             """Return a norm for each entry of the samples."""
             return double_norm(gradient[""].reshape(len(output), -1), 0)
 
-        gradient = Gradient({"": output}, function, lambda v: {"": product(v[""])}, [""], norms)
+        at = {"": output}
+        near = dict(directions(at, at, seed=0))
+        gradient = Gradient(at, near, function, lambda v: {"": product(v[""])}, [""], norms)
         check_derivative(gradient, [output.dtype], what, remedy)
 
     def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from curvlinops.autodiff.custom_functions import (
     can_compare,
     check_derivative,
     compare_adjoint,
+    directions,
 )
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem, Recording
@@ -94,6 +95,9 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
         return
 
+    if not (problem.loss.is_function_of_values or problem.loss_needs_graph):
+        _check_loss(problem)
+
     def function(x: Tensors) -> dict[str, Tensor]:
         return _gradient(problem, x)
 
@@ -106,11 +110,22 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         return torch.stack([double_norm(x) for x in gradient.values()])
 
     with preserved_rng():
-        gradient = Gradient(at, function, product, suspects, norms)
+        near = {
+            name: at[name] + 0.01 * (at[name].abs().mean() + 0.01) * z
+            for name, z in directions(at, at, seed=0)
+        }
+        gradient = Gradient(at, near, function, product, suspects, norms)
         what = f"The Hessian product on batch {problem.batch.index}"
         check_derivative(gradient, dtypes, what, remedy)
         zero = {name for name, x in function(at).items() if not bool(x.any())}
     problem.was_compared(not zero & set(suspects))
+
+
+def _check_loss(problem: BatchProblem) -> None:
+    """Let a loss compare its own Hessian: in that of the parameters, its parts are mixed."""
+    evaluation = problem.evaluation(problem.constants(), "once")
+    with preserved_rng(), evaluation.active():
+        problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
 
 
 def _gradient(problem: BatchProblem, values: Tensors) -> dict[str, Tensor]:
