@@ -77,7 +77,8 @@ def compare_adjoint(
         sums = {name: sums[name] + x if name in sums else x for name, x in grads.items()}
     rounding = {n: float(double_norm(sums[n] - x)) for n, x in vjp(w[0] + w[1]).items()}
     # an input whose gradient is zero but for rounding counts little
-    scales = {n: 1 / max(size, 0.1 * rounding[n] / tolerance) for n, size in sizes.items() if size}
+    limits = {n: max(size, 0.1 * rounding[n] / tolerance) for n, size in sizes.items()}
+    scales = {name: 1 / limit for name, limit in limits.items() if limit > 1e-30}
     if not scales:
         return True, sizes
     noise = sum((scales[name] * rounding[name]) ** 2 for name in scales) ** 0.5

@@ -1,6 +1,7 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
 
 import copy
+import gc
 import itertools
 import os
 import time
@@ -1003,6 +1004,53 @@ def parameters_that_are_whole_for_a_while() -> None:
             assert error(A @ vector(A), expected) <= 1e-10
             with torch.no_grad():
                 model(X)
+
+
+@check(1, 2)
+def what_linearized_keeps_has_a_size() -> None:
+    """Rows are computed layer by layer of the data, which counts."""
+    p = small(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (50, 50, 50))
+    own, kept = sharded(p), 50 * (3 + 1) * 8
+    for num in (0, 2):
+        alive: list = []
+
+        class Data:
+            def __iter__(self, alive: list = alive) -> Iterator:
+                for X, y in own.data:
+                    X = X.clone()
+                    alive.append(weakref.ref(X))
+                    yield X, y
+
+        data = replace(own, data=Data())
+        A = ALL["gradients"].build(data, cache=int((num + 0.5) * kept), check_deterministic=False)
+        v = spread(own, torch.ones(A.shape[1]).double())
+        alive.clear()
+        with A.linearized():
+            A @ v
+            gc.collect()
+            assert sum(x() is not None for x in alive) == min(num, len(alive))
+
+
+@check(1, 2)
+def fused_steps_inside_of_linearized() -> None:
+    """PyTorch does not tell of them; the end of the context does, in all processes."""
+    p = small(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (4, 2, 3))
+    own = sharded(p)
+    for case, options in (("ggn", {"process_group": group()}), ("gradients", {})):
+        A = ALL[case].build(own, **options)
+        v = spread(own, torch.ones(A.shape[1]).double())
+        raised = False
+        try:
+            with A.linearized():
+                A @ v
+                for parameter in own.params.values():
+                    parameter.grad = torch.ones_like(parameter)
+                torch.optim.Adam(list(own.params.values()), lr=0.1, fused=True).step()
+                A @ v
+        except RuntimeError as error:
+            raised = "was overwritten inside of linearized" in str(error)
+            assert raised, error
+        assert raised, case
 
 
 # --- what is refused ------------------------------------------------------------------------------
