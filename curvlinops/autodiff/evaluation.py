@@ -1,7 +1,7 @@
 """The one context in which every forward pass and every backward pass runs."""
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import filterfalse
 from operator import is_not
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
+from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.autodiff.parameters import with_attributes
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
@@ -54,12 +55,21 @@ class Evaluation:
             that is differentiated again; ``"forward"`` for forward mode. The last two take the
             math kernel of attention, since the fused kernels lack derivatives. Its memory is
             quadratic in the sequence length.
+        others: Modules of the loss, to whose parameters no call may write either.
     """
 
-    def __init__(self, model: Model, values: Mapping[str, Tensor], differentiation: str):
+    def __init__(
+        self,
+        model: Model,
+        values: Mapping[str, Tensor],
+        differentiation: str,
+        others: Sequence[nn.Module] = (),
+    ):
         self._model, self._values = model, values
         self._differentiation = differentiation
         self._modules: IsolatedModules | None = None
+        source_of = None if model.shards is None else model.shards.source_of
+        self._protected = Protected([*model.roots, *others], model.params, source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -82,7 +92,7 @@ class Evaluation:
             nullcontext() if model.shards is None else model.shards.saved_by_number(),
             uncached_parametrizations(),
             without_compiler(),
-            overrides.active(self._differentiation, bool(model.sharded)),
+            overrides.active(self._differentiation, self._protected, bool(model.sharded)),
         ):
             yield
 
@@ -100,6 +110,7 @@ class Evaluation:
 
         Raises:
             TypeError: If it fails, and takes other arguments, or the entries of X as keywords.
+            ValueError: If it writes to a parameter.
         """
         try:
             return self._model(self._values, copy_containers(X))

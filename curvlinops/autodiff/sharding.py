@@ -406,13 +406,22 @@ class Shards:
 
     def saved(self, x: Tensor) -> "SavedParameter | None":
         """Return how to get a view of a gathered parameter again, ``None`` for other tensors."""
-        try:
-            found = self._gathered.get(x.untyped_storage())
-        except RuntimeError:  # it has no memory of its own
-            return None
+        found = self._found(x)
         if found is None or found[1] != x.dtype:
             return None
         return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
+
+    def source_of(self, x: Tensor) -> Tensor | None:
+        """Return the sharded parameter of which a tensor, or its base, was gathered."""
+        found = self._found(x)
+        return None if found is None else self._tensors[found[0]]
+
+    def _found(self, x: Tensor) -> tuple[int, torch.dtype] | None:
+        """Return the number and the dtype of the parameter whose gathered values a tensor views."""
+        try:
+            return self._gathered.get(x.untyped_storage())
+        except RuntimeError:  # it has no memory of its own
+            return None
 
     def restored(self, saved: "SavedParameter") -> Tensor:
         """Gather a parameter again; return the view of it that was saved."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.evaluation import IsolatedModules
+from curvlinops.autodiff.overrides import Overrides
+from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.losses import wrap_loss
 from curvlinops.risk.distributed import Ranks
@@ -300,8 +302,14 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
     task = model_func.task
     shards = Shards.of(model_func)
     peers = Ranks() if shards is None else Ranks(shards.group, shards)
-    modules = IsolatedModules([model_func], shards=shards)
-    with peers.raise_on_all_ranks(), preserved_rng(), torch.no_grad(), modules.active():
+    source_of = None if shards is None else shards.source_of
+    with (
+        peers.raise_on_all_ranks(),
+        preserved_rng(),
+        torch.no_grad(),
+        IsolatedModules([model_func], shards=shards).active(),
+        Overrides({}, Protected([model_func], source_of=source_of)),
+    ):
         batch = next(iter(loader), None)
         if batch is None:
             raise ValueError("loader is empty: it did not yield a single batch.")

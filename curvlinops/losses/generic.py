@@ -38,7 +38,7 @@ class AdditiveLoss(Loss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        self._roots = find_modules(module)
+        self.roots = find_modules(module)
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""
@@ -216,7 +216,7 @@ class AdditiveLoss(Loss):
             )
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
-        with IsolatedModules(self._roots, keep_graphs=True).active():
+        with IsolatedModules(self.roots, keep_graphs=True).active():
             # a copy, since some losses overwrite the output
             value = self.module(output.clone(), copy_containers(target))
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():

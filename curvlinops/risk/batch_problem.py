@@ -279,7 +279,8 @@ class BatchProblem:
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        return Evaluation(self.model, values, differentiation)
+        also = () if self.loss is None else self.loss.roots
+        return Evaluation(self.model, values, differentiation, also)
 
     def output(self, evaluation: Evaluation) -> Tensor:
         """Evaluate the model in an active evaluation; the first one is watched.

@@ -11,6 +11,7 @@ from curvlinops import HessianLinearOperator
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.overrides import TWICE
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
+from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.layers.decompositions import RECURRENT
 
 pytestmark = pytest.mark.extensive
@@ -72,7 +73,7 @@ def test_half_precision_is_left_alone(dtype: torch.dtype):
 
 def test_in_place():
     x = torch.randn(2, 4)
-    with overrides.active("twice"):
+    with overrides.active("twice", Protected([])):
         expected = F.hardsigmoid(x)
         assert F.hardsigmoid(x, inplace=True) is x
         assert torch.equal(x, expected)
@@ -137,7 +138,7 @@ def test_dropout_between_recurrent_layers(
     torch.manual_seed(1)
     expected = layer(X)
     torch.manual_seed(1)
-    with overrides.Overrides(RECURRENT):
+    with overrides.Overrides(RECURRENT, Protected([])):
         found = layer(X)
     torch.testing.assert_close(found, expected)
 

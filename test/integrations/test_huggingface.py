@@ -563,6 +563,22 @@ def test_losses_with_further_terms_are_refused():
     problem(model, batches("MixtralForCausalLM"))
 
 
+def test_models_that_write_to_parameters_are_refused():
+    """RWKV rescales its deeper layers in the first call in eval mode."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 4, "attention_hidden_size": 4, "intermediate_size": 4}
+    config = transformers.RwkvConfig(V, context_length=8, num_hidden_layers=7, **sizes)
+    model = transformers.RwkvForCausalLM(config).eval()
+    ids = torch.arange(8).reshape(2, 4)
+    data, before = [{"input_ids": ids, "labels": ids}], flat(model.parameters()).clone()
+    with pytest.raises(ValueError, match=r"'model.rwkv.blocks.0.*weight'.*call the model once"):
+        problem(model, data)
+    assert torch.equal(flat(model.parameters()), before)
+    own = model(**data[0]).loss.detach()  # as the message says
+    assert not torch.equal(flat(model.parameters()), before)
+    torch.testing.assert_close(loss_of(model, data), own)
+
+
 # --- errors
 
 
