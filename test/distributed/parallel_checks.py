@@ -40,6 +40,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
@@ -464,6 +465,8 @@ def spread_parameters() -> None:
         )
     with fails(TypeError, "module '0' is FullyShardedDataParallel: .*only a part"):
         ALL["hessian"].build(replace(p, model=spread, params=list(spread.parameters())))
+    with fails(TypeError, "The model is FullyShardedDataParallel: .*only a part"):
+        problem(spread[0], [{}])
 
 
 @check()
