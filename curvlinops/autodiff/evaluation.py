@@ -1,5 +1,6 @@
 """The one context in which every forward pass and every backward pass runs."""
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.parameters import with_attributes
+from curvlinops.autodiff.parameters import with_attributes, without_history
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
@@ -124,6 +125,20 @@ class Evaluation:
                 raise TypeError(message) from error
             error.add_note(message)
             raise
+
+
+def plain_output(model: Model, X: Any) -> Any:
+    """Evaluate the model in the ways that PyTorch chooses in the user's own call, undoing writes.
+
+    So parameters have the flags ``requires_grad`` that the user gave them; no call is replaced.
+    """
+    values = {name: without_history(x) for name, x in model.params.items()}
+    for name, x in values.items():
+        x.requires_grad_(model.params[name].requires_grad)
+    modules = IsolatedModules(model.roots, model.replacements(values, with_constants=False))
+    with torch.enable_grad(), modules.active(), without_compiler(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are a prototype
+        return model(values, copy_containers(X))
 
 
 class IsolatedModules:

@@ -57,9 +57,9 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check at construction, on the first batch, that data, loss
-            and gradient repeat. Operators of single samples also check that the samples of a batch
-            do not interact. In products, custom autograd functions of the model are compared (see
-            the page Conventions).
+            and gradient repeat, and that samples do not interact in the model; except in one batch
+            that is all data, for operators that are not made of single samples. In products, custom
+            autograd functions of the model are compared (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -364,9 +364,9 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.model.shards is not None:
             check_training(self.risk.model.module)
         singles_of = type(self).__name__ if self._per_sample else None
-        report_batch_statistics(self.risk.model.roots, singles_of)
+        may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
-            check_repeatable(self.risk, self._per_sample)
+            check_repeatable(self.risk, may_couple)
         self.risk.learn(train_flags=train_flags(self.risk.model.roots))
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:

@@ -43,6 +43,22 @@ CALLS = {
         (BAGS.flatten(), tensor(7, 2), torch.tensor([0, 2, 2, 6])),
         {"mode": "sum", "include_last_offset": True, "per_sample_weights": tensor(6)},
     ),
+    "embedding-bag-max": (F.embedding_bag, (BAGS, tensor(7, 2)), {"mode": "max"}),
+    "embedding-bag-max-padding": (
+        F.embedding_bag,
+        (torch.tensor([[0, 1, 6], [1, 1, 1]]), tensor(7, 2)),
+        {"mode": "max", "padding_idx": 1},
+    ),
+    "embedding-bag-max-offsets": (
+        F.embedding_bag,
+        (BAGS.flatten(), tensor(7, 2), torch.tensor([0, 2, 2, 6])),
+        {"mode": "max", "padding_idx": -1, "include_last_offset": True},
+    ),
+    "embedding-bag-max-empty": (
+        F.embedding_bag,
+        (torch.zeros(0).long(), tensor(7, 2), torch.tensor([0, 0])),
+        {"mode": "max"},
+    ),
     "cdist": (torch.cdist, (tensor(*X), tensor(2, 5)), {}),
     "cdist-cubic": (torch.cdist, (tensor(2, 5), tensor(4, 5).detach()), {"p": 3.0}),
 }

@@ -126,6 +126,7 @@ LAYERS: dict[str, tuple] = {
     "PReLU of channels": (lambda: nn.PReLU(4), maps),
     "embedding": (lambda: nn.Embedding(5, 4, padding_idx=2), indices),
     "embedding bag": (lambda: nn.EmbeddingBag(5, 4, mode="mean", padding_idx=1), indices),
+    "embedding bag, maximum": (lambda: nn.EmbeddingBag(5, 4, mode="max", padding_idx=1), indices),
     "attention": (
         lambda: nn.MultiheadAttention(4, 2, batch_first=True), sequences, _self_attention
     ),

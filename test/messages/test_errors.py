@@ -263,7 +263,6 @@ MODELS: list[tuple[nn.Module, Error, str]] = [
     (reentrant(), RuntimeError, "use_reentrant=False"),
     (lookup(nn.Embedding(2, 3, max_norm=1.0)), ValueError, "'table'.*max_norm=None"),
     (lookup(nn.Embedding(2, 3, scale_grad_by_freq=True)), ValueError, "'table'.*by_freq=False"),
-    (lookup(nn.EmbeddingBag(2, 3, mode="max")), NotImplementedError, "mode='max'"),
     (returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
     (returns(lambda z: (z, z)), TypeError, r"tuple on batch 0.*self.inner\(X\)\[0\].*transformers"),
     (nn.Bilinear(3, 3, 3), TypeError, r"with \(X\), but takes \(input1.*self.inner\(\*X\)"),

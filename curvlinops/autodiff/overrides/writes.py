@@ -81,6 +81,8 @@ class Protected:
         """Yield the parameters in the tables of modules; reading one does not gather it."""
         for root in self._roots:
             for prefix, module in root.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
                 for name, x in dict.items(tensor_tables(module)[0]):
                     if x is not None:
                         yield f"{prefix}.{name}" if prefix else name, x
