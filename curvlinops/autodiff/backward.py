@@ -60,17 +60,47 @@ def vjp(
             else canonical(cotangents[name].to(outputs[name].dtype))
             for name in names
         ]
-    # torch.autograd.grad would suspend the evaluation's rewriting, in which checkpoints recompute
-    grads = run_backward(
-        tuple(outputs[name] for name in names),
-        tuple(weights),
-        retain or create_graph,
-        create_graph,
-        tuple(inputs.values()),
-        allow_unreachable=True,
-        accumulate_grad=False,
+    starts = tuple(outputs[name] for name in names)
+    grads = _run(
+        starts, tuple(weights), tuple(inputs.values()), retain or create_graph, create_graph
     )
     return dict(zip(inputs, grads, strict=True))
+
+
+#: What PyTorch says of a second pass through layers under selective activation checkpointing.
+_SELECTIVE = "under selective activation checkpoint"
+
+
+def _run(
+    starts: tuple[Any, ...],
+    cotangents: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
+    retain: bool,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Run a backward pass; ``torch.autograd.grad`` would suspend the evaluation's rewriting.
+
+    In that, checkpoints recompute the forward pass.
+    """
+    try:
+        return run_backward(
+            starts,
+            cotangents,
+            retain,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    except RuntimeError as error:
+        if _SELECTIVE not in str(error):
+            raise
+        raise NoDerivativeError(
+            "Layers under selective activation checkpointing can be differentiated once, but this "
+            "needs several backward passes. Take plain activation checkpointing for them, "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) without context_fn, or "
+            "none."
+        ) from error
 
 
 def gradient_behind(edge: GradientEdge, cotangent: Tensor, leaf: Tensor) -> Tensor | None:
@@ -84,8 +114,7 @@ def gradient_behind(edge: GradientEdge, cotangent: Tensor, leaf: Tensor) -> Tens
     with without_torch_function():  # an evaluation watches what the model calls
         shape = input_metadata(edge.node, edge.output_nr).shape
         cotangents = (canonical(cotangent.reshape(shape)),)
-    options = {"allow_unreachable": True, "accumulate_grad": False}
-    return run_backward((edge,), cotangents, True, False, (leaf,), **options)[0]
+    return _run((edge,), cotangents, (leaf,), retain=True)[0]
 
 
 def canonical(cotangent: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.model import train_flags, wrap_model
-from curvlinops.autodiff.parameters import check_complete, split_blocks
+from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
 from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -111,7 +111,11 @@ class DataLinearOperator(TorchLinearOperator):
                 self.chunk_size = check_count("chunk_size", self.chunk_size)
             if isinstance(self.params, Iterator):  # it yields its tensors only once
                 self.params = list(self.params)
-            model = wrap_model(self.model_func, self.params)
+            try:
+                model = wrap_model(self.model_func, self.params)
+            except ValueError:
+                self._check_parameters_of_loss()
+                raise
             ranks.shards = model.shards
         with peers_of(ranks).raise_on_all_ranks(), exclusive():
             self.risk = EmpiricalRisk(
@@ -347,6 +351,20 @@ class DataLinearOperator(TorchLinearOperator):
         return self
 
     # --- checks
+
+    def _check_parameters_of_loss(self) -> None:
+        """Refuse parameters of the loss in ``params``, by name."""
+        given = self.params.values() if is_named(self.params) else self.params
+        for root in find_modules(self.loss_func):
+            for name, parameter in root.named_parameters():
+                if any(parameter is x for x in given):
+                    raise ValueError(
+                        f"'{name}' in params, of shape {list(parameter.shape)}, is a parameter of "
+                        f"the loss, {type(root).__name__}. Operators differentiate the model: let "
+                        "a Module hold the model and this parameter, and return what a loss "
+                        "without parameters takes, such as the logits of a head, or logits times "
+                        "a temperature. Pass that as model_func."
+                    ) from None
 
     def _check_shards(self) -> None:
         """Refuse a sharded model without the group of its processes, or a sharded loss."""

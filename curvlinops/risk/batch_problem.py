@@ -356,6 +356,7 @@ class BatchProblem:
             ValueError: If the graph cannot be differentiated, or the loss does not add up.
         """
         with self._watch as watch:
+            watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
         self.learn(
             is_evaluated=True,

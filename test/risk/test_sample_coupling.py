@@ -185,6 +185,7 @@ def summed_before(m: Using, x: Tensor) -> Tensor:
     return torch.tanh(m.first(x)).cumsum(0) * m.second(x)
 
 
+MORE_KINDS = ["G", "MC", "J^T", "KFAC"]
 INTERACTING = [*COUPLED, quantized, within_capacity, summed_before]
 
 
@@ -198,7 +199,10 @@ def built(kind: type, model: nn.Module, sizes: list[int], **options: Any) -> Any
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom:UserWarning")
 @pytest.mark.parametrize("sizes", [[10, 6], [3, 13], [2, 14]], ids=str)
 @pytest.mark.parametrize("function", INTERACTING)
-@pytest.mark.parametrize("kind", [*SUMS, "rows", "KFAC"])
+@pytest.mark.parametrize(
+    "kind",
+    ["H", "J", "rows", *(pytest.param(kind, marks=pytest.mark.extensive) for kind in MORE_KINDS)],
+)
 def test_samples_of_several_batches_that_interact(kind: str, function: Callable, sizes: list[int]):
     """The risk would depend on the split. One sample of two or three alone may be no number."""
     if function is rolled and sizes[0] == 2:
