@@ -1060,6 +1060,27 @@ def models_that_are_refused() -> None:
         A @ vector(A)
 
 
+class Decaying(Net):
+    """Writes to its weights, each of which is gathered only for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.layer.weight.data.mul_(0.5)
+        with torch.no_grad():
+            self.head.weight[0].zero_()
+        return super().forward(x)
+
+
+@check(1, 2)
+def writes_to_parameters() -> None:
+    for _, own in kinds(Decaying):
+        before = [getattr(x, "_local_tensor", x).tolist() for x in own.model.parameters()]
+        for build in (ALL["hessian"].build, ALL["kfac"].build):
+            with fails(ValueError, "writes to parameter 'second.layer.weight'"):
+                build(own, process_group=group())
+        after = [getattr(x, "_local_tensor", x).tolist() for x in own.model.parameters()]
+        assert after == before
+
+
 @check()
 def uses_that_are_refused() -> None:
     p = small()

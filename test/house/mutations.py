@@ -42,12 +42,14 @@ TESTS = {
         risk/custom_functions autodiff/precision autodiff/used_modules autodiff/forward_mode
         contract/left_as_found contract/modes
         distributed/parallel::test_together[sharded_checks-1]""",
-    "autodiff/overrides": "autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives",
+    "autodiff/overrides": """
+        autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives
+        contract/left_as_found""",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
         risk/custom_functions autodiff/zero_derivatives messages/errors
         messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
-        risk/linearized risk/sample_coupling contract/modes""",
+        risk/linearized risk/sample_coupling risk/fast_path contract/modes""",
     "losses": """
         losses/losses risk/custom_functions messages/errors
         contract/models contract/contract::test_samples_are_unbiased
