@@ -393,7 +393,7 @@ def _check_terms(base: nn.Module, output: Any) -> None:
     """Refuse a model whose output names further terms of the loss, however small they are."""
     found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     others = {name: x for name, x in found.items() if name != "loss" and name.endswith("loss")}
-    terms = [n for n, x in others.items() if x is not None and bool(torch.as_tensor(x).any())]
+    terms = [n for n, x in others.items() if bool(x.any() if isinstance(x, Tensor) else x)]
     if terms:
         raise ValueError(
             f"{type(base).__name__} has further terms in its loss: {', '.join(terms)}. They are no "
