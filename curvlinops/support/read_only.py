@@ -92,6 +92,8 @@ def written(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[Tens
     first = ()
     if _is_in_place(func) or kwargs.get("inplace"):
         first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, Tensor) and "out" not in kwargs:
+        return [first]
     found = pytree.tree_leaves((first, kwargs.get("out")))
     return [x for x in found if isinstance(x, Tensor)]
 

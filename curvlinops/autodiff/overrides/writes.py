@@ -1,6 +1,6 @@
 """Refuses calls that write to the user's parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.support.read_only import address_of, written
-from curvlinops.support.torch_internals import tensor_tables
+from curvlinops.support.torch_internals import modules_of, tensor_tables
 
 #: Methods with the name of one that writes, which leave the values as they are.
 _HARMLESS = {"requires_grad_", "detach_"}
@@ -32,8 +32,11 @@ class Protected:
         params: Mapping[str, Tensor] | None = None,
         source_of: Callable[[Tensor], Tensor | None] | None = None,
     ):
-        self._roots, self._params = roots, params or {}
-        self._source_of = source_of
+        self._roots, self._params, self._source_of = roots, params or {}, source_of
+        # what modules have now: they may have other tensors once they are called
+        modules = [x for x in modules_of(roots) if not isinstance(x, torch.jit.ScriptModule)]
+        tables = [(module, tensor_tables(module)[0]) for module in modules]
+        self._tables = [(module, dict(dict.items(table))) for module, table in tables if table]
 
     def check(self, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Refuse a call that writes to a parameter; only for calls of functions that write.
@@ -68,24 +71,18 @@ class Protected:
 
     @cached_property
     def _names(self) -> tuple[dict[int, str], dict[int | None, str]]:
-        """The names of the user's own tensors by id, and of all parameters by address."""
-        registered, params = list(self._registered()), self._params.items()
-        # what stands for the user's parameters are plain tensors
-        own = {id(x): name for name, x in registered if type(x) is not Tensor}
-        own |= {id(x): name for name, x in params}
-        by_address = {address_of(x): name for name, x in (*registered, *params)}
+        """The names of the user's own tensors, by id and by address."""
+        prefixes = {child: name for root in self._roots for name, child in root.named_modules()}
+        found = {
+            f"{prefixes.get(module, '')}.{name}".lstrip("."): x
+            for module, table in self._tables
+            for name, x in table.items()
+            if x is not None
+        }
+        found |= self._params
+        by_address = {address_of(x): name for name, x in found.items()}
         by_address.pop(None, None)
-        return own, by_address
-
-    def _registered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters in the tables of modules; reading one does not gather it."""
-        for root in self._roots:
-            for prefix, module in root.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                for name, x in dict.items(tensor_tables(module)[0]):
-                    if x is not None:
-                        yield f"{prefix}.{name}" if prefix else name, x
+        return {id(x): name for name, x in found.items()}, by_address
 
 
 def _spelt(func: Callable) -> str:
