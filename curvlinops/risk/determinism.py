@@ -77,7 +77,7 @@ def _fault_of_samples(risk: EmpiricalRisk, problem: BatchProblem, output: Tensor
     """Return an error if samples have other outputs alone, if the batch shows its samples."""
     num_samples = problem.samples_of(output)
     # two samples are better, since models may treat one alone differently
-    num_alone = 2 if num_samples > 2 else 1
+    num_alone = 2 if num_samples > 3 else 1
     is_evident = num_alone < num_samples == problem.evident_samples
     if not is_evident or not couples_samples(problem, output, num_alone):
         return None

@@ -72,8 +72,9 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_alone: int) -> bo
     Args:
         problem: The model on the batch.
         output: Its output for the whole batch, with equally many rows for each sample.
-        num_alone: The numbers of samples that are compared, the first ones and the last ones: of a
-            recurrence over samples only later ones depend on others.
+        num_alone: The numbers of samples that are compared, the first ones and the last ones, which
+            must be others: of a recurrence over samples, only later ones depend on others, and the
+            sample with the largest entry of the batch may be among the first or the last ones.
 
     Returns:
         ``False``, too, where the batch cannot be cut, or the model refuses a part of it.
@@ -94,8 +95,8 @@ def _couples(problem: BatchProblem, output: Tensor, taken: range, compared: rang
 
     Kernels may round differently for another number of samples, in half precision and in TF32 by
     more than the tolerance. Then the samples have the same outputs in a batch of as many samples,
-    which are copies of them. The same decides about one of two samples, which models that normalize
-    over the batch refuse.
+    which are copies of them. The same decides about batches of two or three, of which models that
+    normalize over the batch refuse a single sample.
 
     Args:
         problem: The model on the batch.
@@ -108,7 +109,7 @@ def _couples(problem: BatchProblem, output: Tensor, taken: range, compared: rang
     where = slice(size * compared.start, size * compared.stop)
     rows = problem.output_alone(slice(taken.start, taken.stop), num_samples)
     if rows is None:
-        if num_samples > 2:
+        if num_samples > 3:
             return False
     elif list(rows.shape[1:]) != list(output.shape[1:]):  # a number for each pair of samples?
         axes = [len(taken) if n == num_samples else n for n in output.shape[1:]]
