@@ -24,9 +24,11 @@ from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlinops
 from curvlinops import PerSampleGradientLinearOperator
+from curvlinops.layers import gradients
 
 
 def rows_of(p: Problem, **options: Any) -> PerSampleGradientLinearOperator:
@@ -103,6 +105,37 @@ def test_memory_of_one_layer():
     _, peak = LiveBytes().peaks(lambda: rows.scores(P))
     of_batch = 64 * 4 * rows.shape[1]
     assert peak <= 0.3 * of_batch
+
+
+class Read(TorchDispatchMode):
+    """Counts the numbers that products of matrices read."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.numbers += args[0].numel() + args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", ["[D, K]", "[K, D]", "rank 1"])
+def test_some_samples_at_a_time(order: str, monkeypatch: pytest.MonkeyPatch):
+    """Parts of a batch read the vectors once each, not once for each sample."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(20, 20, bias=False), [(torch.randn(64, 20), torch.randn(64, 20))]
+    rows = PerSampleGradientLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    P = vectors(rows, 8)
+    expected, size = rows.dense() @ P, P.numel()
+    P = P.T.contiguous().T if order == "[K, D]" else P
+    if order == "rank 1":
+        P = rows.low_rank(P, 1)
+        (part,) = P.columns.values()
+        expected, size = rows.dense() @ part.dense().flatten(1).T, P.num_bytes // 4
+    monkeypatch.setattr(gradients, "BYTES", 4 * 16 * (size // 20))
+    with Read() as read:
+        found = rows.scores(P)
+    assert error(found, expected) <= 1e-5
+    assert 4 * size < read.numbers <= 30 * size
 
 
 # --- by position
