@@ -1,4 +1,4 @@
-"""Tensors that share memory with an operator, and cannot be written to."""
+"""Tensors that share memory with an operator or its data, and cannot be written to."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,8 @@ from curvlinops.support.torch_internals import (
 )
 
 MESSAGE = (
-    "Factors are read-only. Damp with inverse(damping=...), or with damped(delta); or write to a "
-    "clone()."
+    "Tensors that share memory with an operator or its data are read-only. Damp with "
+    "inverse(damping=...), or with damped(delta); or write to a clone()."
 )
 
 

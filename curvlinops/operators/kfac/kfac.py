@@ -368,9 +368,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Show a function what the factors are made of: each layer's inputs and output gradients.
 
         With c the number that is returned, ``c * sum vec(G) vec(G)^T`` over all vectors, samples
-        and batches is the block of the weight that its factors approximate, with the gradients G of
-        ``CapturedLayer``. Layers that use a weight several times are shown once for each use.
-        Parameters that are in no product with a matrix are not shown.
+        and batches is the block of the weight that its factors approximate, with G the
+        ``weight_gradients()`` of a ``CapturedLayer``. Layers that use a weight several times are
+        shown once for each use, and their G have to be added up first. Uses in no product with a
+        matrix are not shown.
 
         Args:
             visit: Is called for each use of a weight on each batch, with a ``CapturedLayer``.
