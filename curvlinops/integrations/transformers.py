@@ -147,8 +147,8 @@ class Logits(nn.Module):
         KFAC's averages leave padding out, so that they do not depend on how much there is.
         """
         masks = [X.get("attention_mask"), X.get("decoder_attention_mask")]
-        if "labels" in X:  # without a mask of its own, a decoder's padding has no label
-            masks.append(X["labels"] != _IGNORED)
+        if masks[1] is None and "labels" in X:  # the padding of a decoder has no label
+            masks[1] = X["labels"] != _IGNORED
         return [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
 
     def arranged(self, output: Any) -> Tensor:

@@ -161,6 +161,19 @@ def test_last_layers(double, name: str, loss: str, monkeypatch):
         assert error(D.diagonal(), diagonal) <= 1e-9
 
 
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "lstm"])
+def test_memory_limits(name: str, fisher: str, monkeypatch: pytest.MonkeyPatch):
+    """Numbers do not depend on how many vectors, samples and positions fit into the memory."""
+    p, kinds = problems.make(name), (KFACLinearOperator, EKFACLinearOperator)
+    expected = [matrix(build(p, fisher, cls=cls)) for cls in kinds]
+    for size in (1, 600):
+        for module in (gradients, samples):
+            monkeypatch.setattr(module, "BYTES", size)
+        for cls, truth in zip(kinds, expected, strict=True):
+            assert error(matrix(build(p, fisher, cls=cls)), truth) <= 1e-9
+
+
 # --- fallbacks
 
 

@@ -69,7 +69,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     Averages over inputs leave padding out if the model has a method ``attention_masks(X)``. It
     returns a list of masks ``[N, T]``, zero at padding. A layer's positions do not count where a
-    mask of their shape is zero and the backpropagated vectors are zero.
+    mask of their shape is zero and the backpropagated vectors are zero. Masks that are zero where a
+    vector is not are those of other sequences.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
