@@ -6,10 +6,10 @@ r_n, so is the gradient of each row that belongs to it.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -20,11 +20,7 @@ from curvlinops.layers.check import NOISE, rounding_of, tolerance_of
 #: The number of entries of each row that are compared.
 _SKETCHED = 4
 
-#: Operations that may move rows depending on their values.
-_MOVING = ("Index", "Gather", "Scatter", "Segment", "Sort", "Topk", "Take")
-_MOVING += ("MaskedSelect", "MaskedScatter")
-
-#: Arguments of operations that say which rows of an input are those of an output.
+#: Arguments of operations that say which axes of an input are those of an output.
 ROW_ARGUMENTS = ("dim", "dims", "dim0", "dim1", "index", "start", "shifts")
 ROW_ARGUMENTS += ("split_size", "split_sizes")
 
@@ -169,16 +165,13 @@ class Assignment(NamedTuple):
     possible: tuple[str, ...] = ()
 
 
-def decide(
-    rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype, known: Mapping[UseKey, str]
-) -> dict[UseKey, Assignment]:
+def decide(rows: Mapping[UseKey, Rows], r: Tensor, dtype: torch.dtype) -> dict[UseKey, Assignment]:
     """Find the pattern of the rows of each use, where there is one.
 
     Args:
         rows: The gradients.
         r: The samples' weights, ``[N]``.
         dtype: The least precise dtype in which the gradients were computed.
-        known: The patterns on other batches.
     """
     largest = max((float(x.plain.double().norm()) for x in rows.values()), default=0.0)
     decided: dict[UseKey, Assignment] = {}
@@ -190,10 +183,8 @@ def decide(
             possible = [x for x in patterns if _explains(x, sketches, r, dtype, noise)]
         if not possible:
             continue
-        if known.get(key) in possible:
-            decided[key] = Assignment(known[key])
         # patterns may mean the same
-        elif len({_samples(x, sketches.row_shape, len(r)) for x in possible}) == 1:
+        if len({_samples(x, sketches.row_shape, len(r)) for x in possible}) == 1:
             decided[key] = Assignment(possible[0])
         else:
             decided[key] = Assignment(possible[0], tuple(possible))
@@ -213,30 +204,3 @@ def _explains(pattern: str, rows: Rows, r: Tensor, dtype: torch.dtype, noise: fl
     if torch.finfo(dtype).bits == 16:
         noise = 0.2 * tolerance * float(norms.max()) if norms.numel() else 0.0
     return bool((error <= tolerance * norms + noise).all())
-
-
-def moves_rows(nodes: Iterable[Any], edges: Collection[Any]) -> bool:
-    """Return whether an operation behind a layer may move rows depending on their values.
-
-    Args:
-        nodes: The nodes of the graph.
-        edges: The nodes at which the gradients of layers' outputs pass.
-    """
-    stack, seen = [node for node in nodes if node not in edges and _may_move(node)], set()
-    while stack:
-        node = stack.pop()
-        if node in edges:
-            return True
-        if node not in seen:
-            seen.add(node)
-            stack += [source for source, _ in node.next_functions if source is not None]
-    return False
-
-
-def _may_move(node: Any) -> bool:
-    """Return whether an operation may move rows depending on values that no argument shows."""
-    name = node.name()
-    if name.startswith(("Mm", "Bmm", "Mv", "Addmm", "Baddbmm")):
-        return node.next_functions[-2][0] is None  # a constant mixes the rows
-    is_custom = not name[-1:].isdigit() and not name.endswith("AccumulateGrad")
-    return is_custom or name.startswith(_MOVING)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from curvlinops.layers.batch_axis import (
     UseKey,
     decide,
     fits,
-    moves_rows,
     sketch,
     to_front,
 )
@@ -36,6 +35,7 @@ from curvlinops.layers.gradients import (
     sum_of,
 )
 from curvlinops.layers.outer import OuterProducts
+from curvlinops.layers.proof import Place, find_places, is_followed
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.autograd_graph import (
     graph_nodes,
@@ -48,6 +48,10 @@ from curvlinops.support.pytree import leaves
 
 #: The caller knows how many vectors the memory allows.
 _ANY_NUMBER = 2**31
+
+
+#: A use, the axis of samples in its output, and whether positions are in front or behind on it.
+ProvedKey = tuple[UseKey, int, bool, bool]
 
 
 class UseGradient(NamedTuple):
@@ -154,13 +158,21 @@ class RecordedBatch:
 
     @cached_property
     def wiring(self) -> int:
-        """A hash of the number of samples, and of the graph up to sizes."""
-        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
+        """A hash of the graph up to sizes."""
+        return signature(self._nodes, ROW_ARGUMENTS)
 
-    @property
-    def moves_rows(self) -> bool:
-        """Whether an operation may move rows of layers depending on their values."""
-        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses})
+    @cached_property
+    def _places(self) -> dict[Any, Place]:
+        return find_places(self.output, self.num_samples)
+
+    def proved(self, use: RecordedUse) -> ProvedKey | None:
+        """Return what the graph proves of a use's rows, ``None`` if it proves nothing.
+
+        Uses of graphs that are wired alike have one pattern of rows if this is equal.
+        """
+        node, output_nr = use.output.edge.node, use.output.edge.output_nr
+        place = self._places.get(node) if is_followed(node, output_nr) else None
+        return place and (use.key, place.axis, place.before > 1, place.after > 1)
 
     def unrecorded(self) -> list[str]:
         """Return the parameters that the graph still connects with the output."""
@@ -182,7 +194,7 @@ class RecordedBatch:
         u: Tensor,
         uses: Iterable[RecordedUse] | None = None,
         last: bool = False,
-        with_copies: bool = False,
+        copies: Collection[RecordedUse] = (),
     ) -> BackwardPass:
         """Backpropagate vectors to the outputs of the calls that use parameters.
 
@@ -190,15 +202,15 @@ class RecordedBatch:
             u: The vectors, ``[V, *output]``.
             uses: The uses. Default: all.
             last: Whether this is the last call. A single vector then frees the graph.
-            with_copies: Whether autograd's gradients are computed, too.
+            copies: The uses of which autograd's gradients are computed, too.
         """
         uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         inputs = {use.output: use.output.edge for use in uses}
-        together = [use for use in uses if with_copies and not use.is_gathered]
+        together = [use for use in copies if not use.is_gathered]
         inputs |= {use: use.copy for use in together}
         # several vectors may need one pass each, and so do copies that are not computed here
-        is_last = last and len(u) == 1 and not (with_copies and len(together) < len(uses))
+        is_last = last and len(u) == 1 and len(together) == len(copies)
         retain, chunks = not (is_last and self._problem.can_substitute), []
         if len(u):
             with self._evaluation.active():
@@ -217,22 +229,21 @@ class RecordedBatch:
 
     # --- the samples of rows, and the check of rules
 
-    def recall(self, patterns: Mapping[UseKey, str], uses: Iterable[RecordedUse]) -> None:
-        """Take the patterns that rows of uses had on other batches, where they fit."""
+    def recall(self, patterns: Mapping[ProvedKey, str], uses: Iterable[RecordedUse]) -> None:
+        """Take the patterns that rows of uses had on other batches, where they are proved."""
         for use in uses:
-            pattern = ALL_ROWS if self.num_samples == 1 else patterns.get(use.key)
+            pattern = ALL_ROWS if self.num_samples == 1 else patterns.get(self.proved(use))
             if pattern is not None and fits(pattern, use.use.row_shape, self.num_samples):
                 use.rows = pattern
 
     def find_rows(
-        self, known: Mapping[UseKey, str], uses: Collection[RecordedUse], with_copies: bool
+        self, uses: Collection[RecordedUse], unchecked: Collection[RecordedUse] = ()
     ) -> BackwardPass:
-        """Find out which rows of some uses belong to which samples.
+        """Find out which rows of some uses belong to which samples, unless that is known.
 
         Args:
-            known: The patterns of rows on other batches.
             uses: The uses.
-            with_copies: Whether the second backward pass is for all uses, and for ``check``.
+            unchecked: Uses of which the second backward pass has what ``check`` needs.
 
         Returns:
             The second pass, of a sum of the samples' losses with weights.
@@ -240,23 +251,22 @@ class RecordedBatch:
         u = probe(self.output.detach())
         r = sample_weights(self.num_samples, u)
         plain = _sketches(self.backward(u[None], uses), uses)
-        last = self.backward(
-            weighted(u, r)[None], None if with_copies else uses, with_copies=with_copies
-        )
+        both = dict.fromkeys([*uses, *unchecked])
+        last = self.backward(weighted(u, r)[None], both, copies=unchecked)
         again = _sketches(last, uses)
         rows = {use.key: Rows(use.use.row_shape, plain[use], again[use]) for use in uses}
-        decided = decide(rows, r, self.precision, known)
+        decided = decide(rows, r, self.precision)
         for use in uses:
-            assignment = decided.get(use.key)
-            use.rows = assignment and assignment.pattern
-            use.possible = () if assignment is None else assignment.possible
+            if use.rows is None and (assignment := decided.get(use.key)) is not None:
+                use.rows, use.possible = assignment
         return last
 
-    def check(self, one: BackwardPass) -> tuple[list[str], set[str]]:
+    def check(self, one: BackwardPass, uses: Collection[RecordedUse]) -> tuple[list[str], set[str]]:
         """Compare the sums of gradients of samples with autograd's gradients.
 
         Args:
             one: A backward pass of one vector, with copies.
+            uses: The uses that are compared.
 
         Returns:
             The parameters for which they differ, and those whose gradients are zero, so that the
@@ -264,7 +274,7 @@ class RecordedBatch:
         """
         comparison = Comparison(self.precision, torch.finfo(self.output.dtype).eps)
         shards = self._problem.model.shards
-        for use in self.uses:
+        for use in uses:
             truths = self._autograd_sums(use, one)
             if shards is not None:
                 shards.forget()

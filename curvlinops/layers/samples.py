@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
@@ -12,7 +13,7 @@ from curvlinops.layers.capture import RecordedUse
 from curvlinops.layers.check import probe, tolerance_of
 from curvlinops.layers.fallback import OneByOne, check_layers
 from curvlinops.layers.gradients import BYTES, Piece
-from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
+from curvlinops.layers.recorded import BackwardPass, ProvedKey, RecordedBatch, UseGradient
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
@@ -27,6 +28,9 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: How often parameters are perturbed to find the samples of rows without a gradient.
 _NUM_PERTURBED = 4
+
+#: The number of graphs of which facts are kept, for models whose graph differs between batches.
+MOST_GRAPHS = 32
 
 
 class SampleGradients:
@@ -130,13 +134,14 @@ class SampleGradients:
 
     def _backward(self, batch: RecordedBatch, u: Tensor, last: bool) -> dict[RecordedUse, Tensor]:
         """Backpropagate vectors, and check rules that were not checked before."""
-        is_new = self._rules.lacks_check(batch)
-        if is_new and len(u) != 1:
-            self._rules.check(batch, batch.backward(probe(batch.output)[None], with_copies=True))
-            is_new = False
-        arrived = batch.backward(u, last=last, with_copies=is_new)
-        if is_new:
-            self._rules.check(batch, arrived)
+        rules, new = self._rules, self._rules.unchecked(batch)
+        if new and len(u) != 1:
+            one = batch.backward(probe(batch.output)[None], new, copies=new)
+            rules.check(self._problem, batch, one, new)
+            new = []
+        arrived = batch.backward(u, last=last, copies=new)
+        if new:
+            rules.check(self._problem, batch, arrived, new)
         uses = set(batch.uses)
         return {use: g for use, g in arrived.outputs.items() if use in uses}
 
@@ -155,25 +160,37 @@ class SampleGradients:
         return self._fallback.gradients(self._problem, *self._whole, u, names)
 
 
-class LayerFacts:
-    """What passes have shown of a model's layers, for all operators on the model.
+@dataclass(eq=False)
+class GraphFacts:
+    """What passes have shown of the layers in a graph.
 
     Attributes:
-        patterns: The axes of samples of uses' rows, by the wiring of the graph.
-        checked: Uses whose rules agree with autograd, with the graph's operations.
-        compared: Operations of graphs whose output was compared.
+        patterns: The axes of samples of rows, by what proves that they are the same again.
+        checked: Uses whose rules agree with autograd.
+        is_compared: Whether the output was compared.
+        is_perturbed: Whether rules were checked with other values of the parameters.
     """
+
+    patterns: dict[ProvedKey, str] = field(default_factory=dict)
+    checked: set[UseKey] = field(default_factory=set)
+    is_compared: bool = False
+    is_perturbed: bool = False
+
+
+class LayerFacts:
+    """What passes have shown of a model's layers, for all operators on the model."""
 
     is_shared = True
 
     def __init__(self):
-        self.patterns: dict[int, dict[UseKey, str]] = {}
-        self.checked: set[tuple[int, UseKey]] = set()
-        self.compared: set[int] = set()
+        self._graphs: dict[int, GraphFacts] = {}
 
-    def latest_patterns(self) -> dict[UseKey, str]:
-        """Return the patterns that were found last, whatever the wiring."""
-        return {key: rows for patterns in self.patterns.values() for key, rows in patterns.items()}
+    def of(self, graph: int) -> GraphFacts:
+        """Return the facts about a graph with some hash; those about the latest are kept."""
+        facts = self._graphs[graph] = self._graphs.pop(graph, None) or GraphFacts()
+        if len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        return facts
 
 
 class SampleBackward:
@@ -181,9 +198,9 @@ class SampleBackward:
 
     In the first backward pass through a graph, sums of the rules' gradients are compared with
     autograd's gradients, which the same pass yields. Where samples matter, two backward passes show
-    which axis of a layer's rows numbers them. These are repeated if several axes were possible, if
-    the graph is wired in a new way, or if it may move rows depending on their values. Parameters
-    without a rule, or without such an axis, get one backward pass for each sample.
+    which axis of a layer's rows numbers them. These are repeated on each batch, unless the graph
+    proves that it is the same axis again. Parameters without a rule, or without such an axis, get
+    one backward pass for each sample.
 
     Args:
         name: Names the operator in messages.
@@ -245,7 +262,7 @@ class SampleBackward:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
             self._use_fallback(unrecorded, f"a call that no rule knows uses it{which}")
-        if batch.has_replaced and batch.operations not in self._facts.compared:
+        if batch.has_replaced and not self._facts.of(batch.operations).is_compared:
             self._check_compositions(problem, batch, states)
         batch.drop(self.fallbacks)
         uses = need_samples(batch.uses)
@@ -278,25 +295,72 @@ class SampleBackward:
         if error > tolerance_of(batch.precision) * float(double_norm(plain)):
             reason = "a call that was replaced by a composition of others returns other numbers"
             self._use_fallback(batch.names, reason)
-        self._facts.compared.add(batch.operations)
+        self._facts.of(batch.operations).is_compared = True
 
     # --- checks of rules
 
-    def _unchecked(self, batch: RecordedBatch) -> set[tuple[int, UseKey]]:
-        return {(batch.operations, use.key) for use in batch.uses} - self._facts.checked
+    def unchecked(self, batch: RecordedBatch) -> list[RecordedUse]:
+        """Return the uses whose rules were not checked yet in a batch's graph."""
+        checked = self._facts.of(batch.operations).checked
+        return [use for use in batch.uses if use.key not in checked]
 
-    def lacks_check(self, batch: RecordedBatch) -> bool:
-        """Return whether the rules of a batch's graph were not checked yet."""
-        return bool(self._unchecked(batch))
+    def check(
+        self,
+        problem: BatchProblem,
+        batch: RecordedBatch,
+        one: BackwardPass,
+        uses: list[RecordedUse],
+    ) -> None:
+        """Compare the rules of some uses with autograd; see ``RecordedBatch.check``.
 
-    def check(self, batch: RecordedBatch, one: BackwardPass) -> None:
-        """Compare the rules with autograd; see ``RecordedBatch.check``."""
-        wrong, zero = batch.check(one)
+        A gradient of zero shows nothing. Then they are compared once with other values of the
+        parameters; and on each batch, as long as it stays zero.
+        """
+        facts = self._facts.of(batch.operations)
+        self._compare(batch, one, uses, facts)
+        if not facts.is_perturbed and (open_uses := self.unchecked(batch)):
+            facts.is_perturbed = True
+            if (other := self._perturbed(problem, batch, seed=0)) is not None:
+                keys = {use.key for use in open_uses}
+                twins = [use for use in other.uses if use.key in keys]
+                one = other.backward(probe(other.output)[None], twins, copies=twins)
+                self._compare(other, one, twins, facts)
+                batch.drop(self.fallbacks)
+
+    def _compare(
+        self,
+        batch: RecordedBatch,
+        one: BackwardPass,
+        uses: list[RecordedUse],
+        facts: GraphFacts,
+    ) -> None:
+        wrong, zero = batch.check(one, uses)
         self._use_fallback(wrong, "its rule does not agree with autograd")
         open_names = zero.union(wrong)
-        new = self._unchecked(batch)
-        self._facts.checked |= {one for one in new if open_names.isdisjoint(one[1].names)}
+        facts.checked |= {use.key for use in uses if open_names.isdisjoint(use.key.names)}
         batch.drop(self.fallbacks)
+
+    def _perturbed(
+        self, problem: BatchProblem, batch: RecordedBatch, seed: int
+    ) -> RecordedBatch | None:
+        """Record a batch with other parameters, ``None`` if that is not possible.
+
+        Rows may have no gradient because of the values alone: behind a layer that is initialized
+        with zeros, or with dead units. What does not depend on values is the same if the graph is
+        wired in the same way.
+        """
+        if not problem.can_substitute or problem.model.sharded:
+            return None
+        try:
+            with preserved_rng():
+                other = RecordedBatch(problem, batch.names, noise=seed)
+        except Exception as error:  # a user's model may refuse other values
+            if not is_refusal(error):
+                raise
+            return None
+        other.num_samples = batch.num_samples
+        is_like = other.wiring == batch.wiring and bool(other.output.isfinite().all())
+        return other if is_like else None
 
     # --- samples of rows
 
@@ -304,15 +368,14 @@ class SampleBackward:
         self, problem: BatchProblem, batch: RecordedBatch, uses: list[RecordedUse]
     ) -> None:
         """Find out which rows of some uses belong to which samples."""
-        batch.recall(self._facts.patterns.get(batch.wiring, {}), uses)
-        if batch.num_samples == 1:
+        facts = self._facts.of(batch.wiring)
+        batch.recall(facts.patterns, uses)
+        if all(use.rows is not None for use in uses):
             return
-        if all(use.rows is not None for use in uses) and not batch.moves_rows:
-            return
-        is_new = self.lacks_check(batch)
-        one = batch.find_rows(self._facts.latest_patterns(), uses, with_copies=is_new)
-        if is_new:
-            self.check(batch, one)
+        new = self.unchecked(batch)
+        one = batch.find_rows(uses, new)
+        if new:
+            self.check(problem, batch, one, new)
         del one
         uses = [use for use in uses if use.origins]
         unassigned = sorted({name for use in uses if use.rows is None for name in use.origins})
@@ -321,36 +384,24 @@ class SampleBackward:
         if not self._allow_unassigned:
             self._use_fallback(unassigned, "its gradients could not be assigned to samples")
             batch.drop(self.fallbacks)
-        elif problem.can_substitute and not problem.model.sharded:
+        else:
             for seed in range(_NUM_PERTURBED):
                 if not (open_uses := [use for use in uses if use.possible]):
                     break
                 self._settle(problem, batch, open_uses, seed)
-        patterns = self._facts.patterns.setdefault(batch.wiring, {})
-        patterns |= {use.key: use.rows for use in uses if use.rows and not use.possible}
+        for use in uses:
+            if use.rows is not None and not use.possible and (key := batch.proved(use)):
+                facts.patterns[key] = use.rows
 
     def _settle(
         self, problem: BatchProblem, batch: RecordedBatch, uses: list[RecordedUse], seed: int
     ) -> None:
-        """Choose one of several possible patterns, with other values of the parameters.
-
-        Rows may have no gradient because of the values alone: behind a layer that is initialized
-        with zeros, or with dead units. Which samples they belong to does not depend on values if
-        the graph is wired in the same way.
-        """
-        try:
-            with preserved_rng():
-                other = RecordedBatch(problem, batch.names, noise=seed)
-        except Exception as error:  # a user's model may refuse other values
-            if not is_refusal(error):
-                raise
-            return
-        other.num_samples = batch.num_samples
-        if other.wiring != batch.wiring or not bool(other.output.isfinite().all()):
+        """Choose one of several possible patterns, with other values of the parameters."""
+        if (other := self._perturbed(problem, batch, seed)) is None:
             return
         by_key = {use.key: use for use in other.uses}
         twins = {use: by_key[use.key] for use in uses if use.key in by_key}
-        other.find_rows({}, list(twins.values()), with_copies=False)
+        other.find_rows(list(twins.values()))
         for use, twin in twins.items():
             if twin.rows in use.possible and not twin.possible:
                 use.rows, use.possible = twin.rows, ()

@@ -54,7 +54,7 @@ TESTS = {
         contract/contract::test_equals_dense_reference""",
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
-        operators/per_sample::test_rows layers/batch_axis layers/recording""",
+        operators/per_sample::test_rows layers/batch_axis layers/recording layers/proof""",
     "structured": """
         structured/structured support/norms kfac/kfac_inverse structured/saving layers/views
         linear_operator/algebra
@@ -70,7 +70,7 @@ TESTS = {
         operators/per_sample operators/scores contract/memory operators/loss_along""",
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
-        kfac/kfac kfac/kfac_architectures""",
+        kfac/kfac kfac/kfac_architectures kfac/kfac_padding""",
     "integrations": "integrations/huggingface",
 }
 

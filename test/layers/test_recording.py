@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.layers import samples
+from curvlinops.layers.recorded import RecordedBatch
 from curvlinops.layers.rules import RULES, Rule, Use, contraction
 
 LOSS = nn.MSELoss(reduction="sum")
@@ -155,6 +158,106 @@ def test_calls_that_a_rule_does_not_know_have_a_fallback(monkeypatch, caplog):
     assert list(J.fallbacks) == ["w"]
     model, _, params, batches = arguments
     assert error(norms, loop(model, params, batches, LOSS).norm(dim=1)) <= 1e-12
+
+
+# --- gradients that are zero
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The parameters whose rules are compared with autograd, comparison by comparison."""
+    found: list[list[str]] = []
+    check = RecordedBatch.check
+
+    def counting(self: RecordedBatch, one: Any, uses: list) -> Any:
+        found.append(sorted(name for use in uses for name in use.origins))
+        return check(self, one, uses)
+
+    monkeypatch.setattr(RecordedBatch, "check", counting)
+    return found
+
+
+def with_zeros(switched_off: bool) -> nn.Module:
+    """The layers of the adapter have no gradient because of parameters, or because of data."""
+
+    def function(s: Using, x: Tensor) -> Tensor:
+        adapted = s.up(fused(x, s.down))
+        return s.head(torch.tanh(x) + (adapted * (x[:, :1] > 9) if switched_off else adapted))
+
+    parts = {"up": nn.Linear(3, 4, bias=False), "head": nn.Linear(4, 3), "down": torch.randn(4, 3)}
+    model = Using(function, **parts).double()
+    if not switched_off:
+        nn.init.zeros_(model.up.weight)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["rows", "empirical", "type-2", "forward-only"])
+def test_rules_behind_zeros_are_checked_with_other_parameters(
+    kind: str, compared: list, monkeypatch: pytest.MonkeyPatch
+):
+    """They are checked once, and not again on each batch."""
+    monkeypatch.setitem(RULES, fused, Rule(lambda x, w: {"w": product_with(x, w)}))
+    model = with_zeros(switched_off=False)
+    arguments = model, LOSS, list(model.parameters()), data() + data()
+    for _ in range(2):
+        if kind == "rows":
+            PerSampleGradientLinearOperator(*arguments).norms()
+        else:
+            KFACLinearOperator(*arguments, fisher_type=kind).trace()
+    names = sorted(name for name, _ in model.named_parameters())
+    assert compared == [names, ["down"]]
+
+
+def product_with(x: Tensor, w: Tensor, factor: float = 1.0) -> Use:
+    return contraction("... i, i o -> ... o", factor * x, w.shape)
+
+
+def test_wrong_rules_behind_zeros_are_found(monkeypatch: pytest.MonkeyPatch, caplog):
+    """By an operator that sees the first step, and by the next one."""
+    monkeypatch.setitem(RULES, fused, Rule(lambda x, w: {"w": product_with(x, w, 2.0)}))
+    model, batches = with_zeros(switched_off=False), data()
+    arguments = model, LOSS, list(model.parameters()), batches
+    first = PerSampleGradientLinearOperator(*arguments)
+    first.norms()
+    nn.init.normal_(model.up.weight)
+    for J in (first, PerSampleGradientLinearOperator(*arguments)):
+        with caplog.at_level(logging.ERROR, "curvlinops"):
+            assert error(J.dense(), loop(model, *arguments[2:], LOSS)) <= 1e-12
+        assert list(J.fallbacks) == ["down"]
+
+
+def test_zeros_that_are_in_the_data(compared: list, monkeypatch: pytest.MonkeyPatch):
+    """Rules of the layers in question are compared until a batch has a gradient."""
+    monkeypatch.setitem(RULES, fused, Rule(lambda x, w: {"w": product_with(x, w)}))
+    model, (*zeros, (X, y)) = with_zeros(switched_off=True), data() + data() + data()
+    X[0, 0] = 10.0
+    J = PerSampleGradientLinearOperator(model, LOSS, list(model.parameters()), [*zeros, (X, y)])
+    rows = loop(model, list(model.parameters()), [*zeros, (X, y)], LOSS)
+    assert error(J.dense(), rows) <= 1e-12
+    adapter = ["down", "up.weight"]
+    names = sorted(name for name, _ in model.named_parameters())
+    # of the first batch: also with other parameters, and with the vectors that were asked for
+    assert compared == [names, adapter, adapter, adapter, adapter]
+    assert error(J.dense(), rows) <= 1e-12
+    assert len(compared) == 5
+
+
+def test_facts_of_many_graphs_have_a_bound():
+    """A model whose layers depend on the data has a graph for each choice."""
+
+    def function(s: Using, x: Tensor) -> Tensor:
+        for bit, layer in enumerate(s.layers):
+            x = torch.tanh(layer(x)) if int(x[0, 0].detach() * 64) >> bit & 1 else x.sin()
+        return s.head(x)
+
+    layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+    model = Using(function, layers=layers, head=nn.Linear(4, 3)).double()
+    batches = [(torch.rand(5, 4).double(), y) for _ in range(100) for _, y in data()]
+    arguments = model, LOSS, list(model.parameters()), batches
+    J = PerSampleGradientLinearOperator(*arguments, check_deterministic=False)
+    assert error(J.norms(), rows_in_batches(model, batches, LOSS).norm(dim=1)) <= 1e-12
+    facts = [x for x in gc.get_objects() if isinstance(x, samples.GraphFacts) and x.checked]
+    assert len(facts) <= 2 * samples.MOST_GRAPHS
 
 
 def test_random_models_have_rules():
