@@ -29,8 +29,8 @@ _LOGGER = logging.getLogger("curvlinops")
 #: How often parameters are perturbed to find the samples of rows without a gradient.
 _NUM_PERTURBED = 4
 
-#: The number of graphs of which facts are kept, for models whose graph differs between batches.
-MOST_GRAPHS = 32
+#: The number of graphs of which facts are kept. A recurrent layer has a graph for each length.
+MOST_GRAPHS = 256
 
 
 class SampleGradients:
