@@ -95,8 +95,8 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         padding.note(chain(*groups.values()))
         if last:
             weights = {use: x for use, x in groups.items() if use.name not in exact}
-            count = _add_inputs(sums, weights, padding)
-            if not samples.weight and count:
+            counts = _add_inputs(sums, weights, padding)
+            if not samples.weight and any(counts):
                 warn(
                     f"Batch {problem.batch.index} has no term of the loss, since all its targets "
                     "are ignored, but its inputs count in the averages A of KFAC. Leave it out, or "
@@ -222,7 +222,7 @@ def _at_output(
 
 def _add_inputs(
     sums: FactorSums, groups: Mapping[LayerUse, list[UseGradient]], padding: Padding
-) -> Tensor | int:
+) -> list[Tensor]:
     """Add the inputs of all products to the sums for A; those of several layers are added once.
 
     Args:
@@ -231,7 +231,7 @@ def _add_inputs(
         padding: Tells which inputs count, with the gradients of all vectors.
 
     Returns:
-        The number of inputs.
+        The numbers of inputs.
     """
     options, layers = sums.options, dict[Hashable, list[tuple]]()
     for use, contributions in groups.items():
@@ -249,7 +249,7 @@ def _add_inputs(
             for x, mask in zip(contributions, counting, strict=True)
         )
         layers.setdefault((treatment, inputs), []).append((use, counting))
-    total: Tensor | int = 0
+    counts: list[Tensor] = []
     for (treatment, _), members in layers.items():
         use, counting = members[0]
         # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
@@ -259,8 +259,8 @@ def _add_inputs(
         key = tuple(uses if len(uses) == 1 else sorted(uses, key=repr))
         sums.add((key, INPUTS), moments)
         sums.add((key, INPUT_COUNT), count.double())
-        total = total + count
-    return total
+        counts.append(count)
+    return counts
 
 
 def _add_gradients(sums: FactorSums, use: LayerUse, contributions: list[UseGradient]) -> None:
