@@ -14,7 +14,7 @@ from curvlinops.linear_operator.vector_gradients import product_with_graph
 from curvlinops.linear_operator.vectors import (
     Array,
     FromColumns,
-    check_finite,
+    columns_of,
     is_followed,
     is_native,
     is_scalar,
@@ -223,6 +223,9 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
+    #: Whether ``_apply`` takes, and then returns, vectors as one tensor, ``{"": [K, dim]}``, too.
+    _takes_whole = False
+
     def _operands(self) -> "tuple[TorchLinearOperator, ...]":
         """Return the operators that this one multiplies with, see ``linearized``."""
         return ()
@@ -259,13 +262,15 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
     def _product(self, x: Any, adjoint: bool = False) -> Any:
         """Multiply vectors of any kind by the operator, or by its adjoint."""
         domain, codomain = self._spaces_of(adjoint)
-        columns, from_columns = self._to_columns(x, domain)
+        columns, from_columns = self._to_columns(x, domain, self._takes_whole)
         return from_columns(self._multiply_columns(columns, adjoint), codomain)
 
-    def _to_columns(self, x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
+    def _to_columns(
+        self, x: Any, space: ParameterSpace, whole: bool = False
+    ) -> tuple[Columns, FromColumns]:
         """Read vectors; an error in one process is raised in all that multiply together."""
         with raised_in_all(self._group):
-            return to_columns(x, space)
+            return to_columns(x, space, whole)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
@@ -273,8 +278,7 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         domain, codomain = self._spaces_of(adjoint)
         with raised_in_all(self._group):
             rows = rows.to(domain.device, domain.dtype)
-            columns = domain.split_rows(rows)
-            check_finite(columns, rows)
+            columns = columns_of(rows, domain, self._takes_whole)
         return codomain.join_rows(self._multiply_columns(columns, adjoint))
 
     def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
@@ -282,7 +286,8 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         if is_followed(columns):
             return product_with_graph(self, columns, adjoint)
         out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-        self._spaces_of(adjoint)[1].check(out)
+        if not self._takes_whole:
+            self._spaces_of(adjoint)[1].check(out)
         taken = {column.untyped_storage().data_ptr() for column in columns.values()}
         aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
         return out | {name: column.clone() for name, column in aliases.items()}

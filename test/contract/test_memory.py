@@ -8,6 +8,7 @@ import pytest
 import torch
 from contract import ALL, vectors
 from live_bytes import LiveBytes
+from models import Using
 from problems import Problem
 from small import CE, MSE
 from torch import Tensor, nn
@@ -81,19 +82,39 @@ def test_no_memory_for_rows(make, quantity: str):
     assert peak <= most * 4 * rows.shape[0] * rows.shape[1]
 
 
+@pytest.mark.parametrize("cls", [curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator])
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
-def test_products_with_factors_copy_none_of_them(fisher: str):
+def test_products_with_factors_copy_none_of_them(fisher: str, cls: type):
     model = nn.Sequential(nn.Linear(400, 10), nn.Tanh(), nn.Linear(10, 400))
     data = [(torch.randn(8, 400), torch.randint(400, (8,))) for _ in range(2)]
-    operator = curvlinops.KFACLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher
-    )
+    operator = cls(model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher)
     operator.compute_kronecker_factors()
     factors = sum(x.nbytes for x in operator.state_dict().values() if isinstance(x, Tensor))
     v, live = vectors(operator), LiveBytes()
     first, _ = live.peaks(lambda: operator @ v)
     assert first <= 5 * v.nbytes < factors / 2
     assert live.now <= 1000
+
+
+@pytest.mark.parametrize("cls", [curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator])
+def test_equal_layers_are_in_memory_once(cls: type):
+    """Their factors become parts of stacks, a few at a time. Layers with one input share it."""
+    layers = [nn.ModuleList([nn.Linear(200, 50), nn.Linear(200, 200)]) for _ in range(60)]
+
+    def shared_inputs(m: nn.Module, x: Tensor) -> Tensor:
+        for gate, layer in m.layers:
+            x = torch.tanh(layer(x)) * torch.tanh(gate(x)).repeat(1, 4)
+        return x
+
+    model = Using(shared_inputs, layers=nn.ModuleList(layers))
+    data = [(torch.randn(8, 200), torch.randn(8, 200))]
+    operator = cls(model, nn.MSELoss(), list(model.parameters()), data, fisher_type="empirical")
+    live = LiveBytes()
+    live.peaks(operator.compute_kronecker_factors)
+    before = live.now
+    added, _ = live.peaks(lambda: operator.structure)
+    assert added <= 4.2 * 2**20 < before / 3  # a stack
+    assert live.now <= before + 1000
 
 
 class Watched(nn.Sequential):

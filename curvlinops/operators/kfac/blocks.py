@@ -188,7 +188,7 @@ class Term(NamedTuple):
         return [factor for factor in (self.gradients, self.inputs) if factor is not None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """A diagonal block of the approximation.
 
@@ -202,6 +202,9 @@ class Block:
         matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
             diagonals ``[G, n]``; ``None`` if they are not yet known.
         is_here: Whether this process has its matrices.
+        basis: An eigenbasis, of which ``matrix`` are the eigenvalues ``[G, O, I]``.
+        members: The equal blocks that it is a stack of; empty for a single one. The matrices of a
+            stack, its ``views`` and its ``groups`` are those of the first one, then of the next.
     """
 
     views: tuple[ParameterView, ...]
@@ -212,6 +215,8 @@ class Block:
     reason: str = ""
     matrix: Tensor | None = None
     is_here: bool = True
+    basis: Any = None
+    members: "tuple[Block, ...]" = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -221,13 +226,17 @@ class Block:
     @cached_property
     def layout(self) -> Layout:
         """The entries of the parameters, in the order of the first Kronecker product's matrices."""
+        if self.members:
+            return Layout.of_several([member.layout for member in self.members])
         if not self.terms:
             return Layout(self.views)
-        shape = self.terms[0].shape
+        shape = self.terms[0].shape if self.basis is None else self.basis.shape
         return Layout((shape.view, *self.views[1:]), shape.groups * shape.outputs)
 
     def operator(self) -> StructuredLinearOperator:
         """Return the operator on the block's entries, in the order of the first product."""
+        if self.basis is not None:
+            return self.basis.diagonal(self.matrix)
         if self.matrix is not None:
             return KroneckerProductLinearOperator(moment_factor(self.matrix))
         products = []

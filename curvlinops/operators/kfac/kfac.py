@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -24,10 +24,9 @@ from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
-    inverse_block,
-    inverse_factors,
+    inverses,
 )
-from curvlinops.operators.kfac.layout import assemble, structure_of, with_matrices
+from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -44,6 +43,7 @@ from curvlinops.operators.kfac.options import (
     reduced_parameters,
 )
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
+from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.origin import origin_of
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
@@ -303,7 +303,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._made: list[Block] | None = None
+        self._made: tuple[list[Block], list[Block]] | None = None
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         """Return the means over batches.
@@ -532,19 +532,27 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            self._structure = structure_of(self._sums, self._made_blocks())
+            self._structure = assemble(self._stacks(), self._sums)
         return self._structure
 
     @abstractmethod
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         """Return the damped inverse."""
 
-    def _made_blocks(self) -> list[Block]:
-        """Return all blocks with their matrices."""
+    def _stacks(self) -> list[Block]:
+        """Return all blocks with their matrices, equal ones as stacks."""
         sums = self._factor_sums()
         if self._made is None:
-            self._made = with_matrices(sums)
-        return self._made
+            made = with_matrices(sums)
+            # other processes have other blocks; those in files are not read before they are used
+            is_apart = self._is_partitioned or self.directory is not None
+            self._made = made, made if is_apart else stacked(sums, made)
+        return self._made[1]
+
+    def _made_blocks(self) -> list[Block]:
+        """Return all blocks with their matrices, one by one."""
+        self._stacks()
+        return self._made[0]
 
     def _own_blocks(self) -> list[Block]:
         """Return the blocks whose matrices this process has."""
@@ -568,6 +576,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         super().to_device(device)
         self._set_sums(None if self._sums is None else self._sums.to(self.space))
         return self
+
+    @property
+    def _takes_whole(self) -> bool:
+        return not self.domain.is_sharded
 
     _apply = of_structure(StructuredLinearOperator._apply)
     _apply_restricted = of_structure(StructuredLinearOperator._apply_restricted)
@@ -595,14 +607,11 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        blocks = self._made_blocks()
         if not damping.use_exact_damping:
-            with self.risk.ranks.raise_on_all_ranks():
-                inverses = inverse_factors([x for x in blocks if x.is_here], damping)
-            build = partial(inverse_block, inverses=inverses, damping=damping)
-            return assemble(blocks, self._factor_sums(), build)
+            stacks = self._stacks()
+            return assemble(stacks, self._factor_sums(), inverses(stacks, damping))
         with self.structure._raising_together():
-            for block in blocks:
+            for block in self._made_blocks():
                 is_sum = damping.of_gradients and len(block.terms) > 1
                 if is_sum and block.is_here and not block.operator().can_be_written:
                     raise ValueError(
