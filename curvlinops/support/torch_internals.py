@@ -294,3 +294,24 @@ def _is_wanted(node: Any) -> bool:
         return _will_run(node)
     except RuntimeError:  # a leaf, for which it is not implemented
         return True
+
+
+# --- nodes of autograd's graph
+
+
+def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
+    """Return the shape of one of the outputs that a node had in the forward pass."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def saved(node: Any, name: str) -> Any:
+    """Return an argument or a tensor that a node has saved for its backward pass."""
+    return getattr(node, f"_saved_{name}")
+
+
+def saved_axes(node: Any, name: str, ndim: int) -> tuple[int, ...]:
+    """Return a saved axis, or several, of a tensor with ``ndim`` axes. No axes: all of them."""
+    axes = getattr(node, f"_saved_{name}")
+    axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
+    # nodes say -1 as 2 ** 64 - 1
+    return tuple((x - 2**64 if x >= 2**63 else x) % max(ndim, 1) for x in axes)

@@ -1,0 +1,872 @@
+"""Proves from autograd's graph which axis of each node's output numbers the samples.
+
+A node's output has an axis of samples if each of its entries influences the outputs of one sample
+only, the one whose number is its place on that axis. The model's output has it on axis 0. From
+there it is followed back, node by node: a rule for each kind of node says where the samples are in
+an input, if they are at a given place in the output. Nothing else is believed: what no rule proves
+is unknown, and so is everything that reaches the output through it.
+
+The rules hold for the numbers of the batch whose graph it is. Most need shapes and saved arguments
+alone. Rows that are read or written at indices are followed by these indices. Nodes of assignments
+to parts of a tensor do not say which parts: they are called with gradients that differ between the
+samples, and must return gradients that differ likewise.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Size, Tensor
+from torch.autograd.graph import GradientEdge
+
+from curvlinops.support.torch_internals import saved, saved_axes, shape_of_output
+
+#: A node of autograd's graph.
+Node: TypeAlias = Any
+Shape: TypeAlias = tuple[int, ...]
+
+
+class SampleAxis(NamedTuple):
+    """The axis that numbers the samples: its length is ``before * N * after``.
+
+    The entry at ``i`` belongs to the sample ``(i // after) % N``.
+
+    Attributes:
+        axis: The axis.
+        before: Number of positions that are a slower index than the sample.
+        after: Number of positions that are a faster index than the sample.
+    """
+
+    axis: int
+    before: int
+    after: int
+
+
+class Constant:
+    """The class of ``CONSTANT``."""
+
+    def __repr__(self) -> str:
+        return "CONSTANT"
+
+
+#: The tensor has no axis of samples: all samples use it.
+CONSTANT: Final = Constant()
+
+#: What a rule says of an input. ``None``: nothing. ``False``: it does not influence this output.
+Claim: TypeAlias = SampleAxis | Constant | None
+RuleClaim: TypeAlias = Claim | Literal[False]
+#: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
+#: and the position and shape of an input.
+Rule: TypeAlias = Callable[[Node, SampleAxis, Shape, int, Shape], RuleClaim]
+
+
+def sample_axes(
+    output_edge: GradientEdge, output_shape: Shape | Size, num_samples: int, order: Sequence[Node]
+) -> dict[tuple[Node, int], SampleAxis | Constant]:
+    """Find the axis of samples in the outputs of the nodes of a graph.
+
+    Args:
+        output_edge: The model's output, whose axis 0 numbers the samples. It may also have the
+            length ``N * S``, with the samples as the slower index.
+        output_shape: Its shape.
+        num_samples: N, at least 2.
+        order: All nodes of the graph, inputs before those who use them. Only nodes on the way from
+            the leaves to the output are looked at.
+
+    Returns:
+        A dictionary from a node and the number of one of its outputs to the axis of the samples, or
+        to ``CONSTANT`` if all samples use it. What is not proved is absent, and so are leaves.
+        A constant may depend on data: the graph does not tell a table of weights that is looked up
+        from rows that are put into another order.
+    """
+    root, length = output_edge.node, output_shape[0] if output_shape else 0
+    if num_samples < 2 or length == 0 or length % num_samples:
+        return {}
+    found: dict[Node, dict[int, Claim]] = {}
+    found[root] = {output_edge.output_nr: SampleAxis(0, 1, length // num_samples)}
+    shapes: dict[tuple[Node, int], Shape] = {}
+
+    def shape_of(node: Node, number: int) -> Shape:
+        key = node, number
+        if key not in shapes:
+            shapes[key] = shape_of_output(node, number)
+        return shapes[key]
+
+    for node in reversed(order):
+        outputs = found.get(node)
+        sources = node.next_functions
+        if outputs is None or not sources:
+            continue
+        name = node.name()
+        for number, place in outputs.items():
+            rule = _rule_of(name, number) if isinstance(place, SampleAxis) else None
+            shape = shape_of(node, number) if rule else ()
+            for position, (source, source_number) in enumerate(sources):
+                if source is None or not source.next_functions:
+                    continue
+                claim: RuleClaim = place if place is CONSTANT else None
+                if rule is not None:
+                    try:
+                        source_shape = shape_of(source, source_number)
+                        claim = rule(node, place, shape, position, source_shape)
+                    except (AttributeError, RuntimeError):
+                        pass  # another version of PyTorch, or a saved tensor is no longer there
+                if claim is False:
+                    continue
+                claims = found.setdefault(source, {})
+                if claims.setdefault(source_number, claim) != claim:
+                    claims[source_number] = None
+    return {
+        (node, number): claim
+        for node, claims in found.items()
+        for number, claim in claims.items()
+        if claim is not None
+    }
+
+
+def _number_of_samples(place: SampleAxis, shape: Shape) -> int:
+    return shape[place.axis] // (place.before * place.after)
+
+
+def _moved(place: SampleAxis, axis: int) -> SampleAxis:
+    return place if axis == place.axis else SampleAxis(axis, place.before, place.after)
+
+
+# --- elementwise operations
+
+
+def _broadcast(place: SampleAxis, out: Shape, source: Shape) -> Claim:
+    """Entries of the output depend on the entries at the same place in a broadcast input."""
+    axis = place.axis - len(out) + len(source)
+    if axis < 0 or source[axis] == 1:
+        return CONSTANT
+    return _moved(place, axis) if source[axis] == out[place.axis] else None
+
+
+def _elementwise(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    return _broadcast(place, out, source)
+
+
+def _along(name: str, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """Softmax, sums of what came before, flips, ...: only entries along some axes interact."""
+    axes = saved_axes(node, name, len(out))
+    if place.axis in axes or len(source) != len(out):
+        return None
+    return _broadcast(place, out, source)
+
+
+def _trailing(
+    number: int, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape
+) -> Claim:
+    """Pooling, inverses, ...: entries of the first axes do not interact."""
+    first = len(source) - number
+    return place if place.axis < first and source[:first] == out[:first] else None
+
+
+# --- views and reductions
+
+
+def _view(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """Both shapes have the same entries in the same order."""
+    N = _number_of_samples(place, out)
+    inner = place.after * prod(out[place.axis + 1 :])  # entries from one sample to the next
+    if prod(source) != prod(out) or prod(out) == 0:
+        return None
+    for axis, length in reversed([*enumerate(source)]):
+        after, rest = divmod(inner, prod(source[axis + 1 :]))
+        if rest:
+            return None
+        if after and length % (N * after) == 0:
+            return SampleAxis(axis, length // (N * after), after)
+    return None
+
+
+def _transpose(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    (first,), (second,) = (saved_axes(node, x, len(out)) for x in ("dim0", "dim1"))
+    return _moved(place, {first: second, second: first}.get(place.axis, place.axis))
+
+
+def _matrix_transpose(node: Node, place: SampleAxis, out: Shape, *_: Any) -> Claim:
+    return _moved(place, len(out) - 1 - place.axis)
+
+
+def _permute(node: Node, place: SampleAxis, out: Shape, *_: Any) -> Claim:
+    return _moved(place, saved_axes(node, "dims", len(out))[place.axis])
+
+
+def _without(axes: Iterable[int], place: SampleAxis, out: Shape, source: Shape) -> Claim:
+    """The output has all axes of the input but some."""
+    kept = [axis for axis in range(len(source)) if axis not in axes]
+    if len(kept) != len(out) or source[kept[place.axis]] != out[place.axis]:
+        return None
+    return _moved(place, kept[place.axis])
+
+
+def _with(axis: int, place: SampleAxis, out: Shape, source: Shape) -> Claim:
+    """The output has one more axis than the input."""
+    if place.axis == axis or len(source) != len(out) - 1:
+        return None
+    return _moved(place, place.axis - (place.axis > axis))
+
+
+def _unsqueeze(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    return _with(*saved_axes(node, "dim", len(out)), place, out, source)
+
+
+def _squeeze(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """Axes of length one have no samples; which of several are left out does not matter."""
+    axes: Sequence[int] = range(len(source))
+    if hasattr(node, "_saved_dim"):
+        axes = saved_axes(node, "dim", len(source))
+    return _without([axis for axis in axes if source[axis] == 1], place, out, source)
+
+
+def _select(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """One entry along an axis, or the list of them."""
+    return _without(saved_axes(node, "dim", len(source)), place, out, source)
+
+
+def _reduce(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """A sum or a maximum along some axes."""
+    axes = saved_axes(node, "dim", len(source))
+    if saved(node, "keepdim"):
+        return place if len(source) == len(out) and place.axis not in axes else None
+    return _without(axes, place, out, source)
+
+
+def _diagonal(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """The diagonal comes last."""
+    if place.axis == len(out) - 1:
+        return None
+    axes = {*saved_axes(node, "dim1", len(source)), *saved_axes(node, "dim2", len(source))}
+    return _moved(place, [x for x in range(len(source)) if x not in axes][place.axis])
+
+
+def _unfold(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """Windows along an axis; their entries come last."""
+    axes = *saved_axes(node, "dimension", len(source)), len(out) - 1
+    return None if place.axis in axes else place
+
+
+def _folded(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """The gradient of windows."""
+    return None if place.axis in saved_axes(node, "dim", len(out)) else place
+
+
+def _pad(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    last = 2 * (len(out) - 1 - place.axis)  # the last axis comes first
+    return None if any(saved(node, "pad")[last : last + 2]) else place
+
+
+def _repeat(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """Copies of the input, one after the other along each axis."""
+    axis = place.axis - len(out) + len(source)
+    if axis < 0 or place.after % source[axis] == 0:  # each sample has whole copies
+        return CONSTANT
+    before, rest = divmod(source[axis], _number_of_samples(place, out) * place.after)
+    return None if rest else SampleAxis(axis, before, place.after)
+
+
+def _part(axis: int, start: int, total: int, place: SampleAxis, out: Shape) -> Claim:
+    """The output is a part of the input along the axis of the samples."""
+    period = _number_of_samples(place, out) * place.after
+    if start % period or total % period:
+        return None
+    return SampleAxis(axis, total // period, place.after)
+
+
+def _slice(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if place.axis != axis:
+        return place
+    if source == out:
+        return place
+    start = saved(node, "start") or 0
+    start = start - 2**64 if start >= 2**63 else start
+    start = max(start + source[axis], 0) if start < 0 else start
+    return _part(axis, start, source[axis], place, out) if saved(node, "step") == 1 else None
+
+
+def _split(number: int, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if place.axis != axis:
+        return place
+    start = sum(shape_of_output(node, k)[axis] for k in range(number))
+    return _part(axis, start, source[axis], place, out)
+
+
+def _cat(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if len(source) != len(out):
+        return None
+    if place.axis != axis:
+        return place
+    starts = 0
+    for other, number in node.next_functions[:position]:
+        if other is None:  # of unknown length
+            return None
+        starts += (shape_of_output(other, number)[axis:] or (0,))[0]
+    period = _number_of_samples(place, out) * place.after
+    if starts % period or source[axis] % period:
+        return None
+    return SampleAxis(axis, source[axis] // period, place.after)
+
+
+def _stack(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    return _with(*saved_axes(node, "dim", len(out)), place, out, source)
+
+
+# --- products
+
+
+def _product(
+    first: int, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """``[b r i], [b i o] -> [b r o]``, with or without b; what is added comes in front."""
+    if position < first:
+        return _broadcast(place, out, source)
+    is_left = position == first
+    if place.axis < len(out) - 2:
+        return place
+    return place if is_left == (place.axis == len(out) - 2) else CONSTANT
+
+
+def _sum_of_products(
+    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """``[r o], [b r i], [b i o] -> [r o]``."""
+    if position == 0:
+        return _broadcast(place, out, source)
+    return _moved(place, place.axis + 1) if position - 1 == place.axis else CONSTANT
+
+
+def _matrix_vector(
+    first: int, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """``[r i], [i] -> [r]``."""
+    if position < first:
+        return _broadcast(place, out, source)
+    return place if position == first else CONSTANT
+
+
+def _outer(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """``[r o], [r], [o] -> [r o]``."""
+    if position == 0:
+        return _broadcast(place, out, source)
+    return _moved(place, 0) if position - 1 == place.axis else CONSTANT
+
+
+def _linear(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """``[* i], [o i], [o] -> [* o]``."""
+    if place.axis < len(out) - 1:
+        return CONSTANT if position else place
+    return _moved(place, 0) if position else CONSTANT
+
+
+def _grouped(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """``[r i], [e i o] -> [r o]``, with one of the matrices for each row."""
+    if place.axis != 0 or len(out) != 2 or len(source) != 2 + position:
+        return None
+    return CONSTANT if position else place
+
+
+def _trilinear(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """The sum over some axes of the product of three tensors, each without some other axes."""
+    missing = saved(node, f"expand{position + 1}")
+    ndim, summed = len(source) + len(missing), saved(node, "sumdim")
+    kept = [axis for axis in range(ndim) if axis not in summed]
+    if len(kept) != len(out):
+        return None
+    axis = kept[place.axis]
+    own = axis - sum(x < axis for x in missing)
+    if axis in missing or source[own] == 1:
+        return CONSTANT
+    return _moved(place, own) if source[own] == out[place.axis] else None
+
+
+def _distances(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """``[* r i], [* o i] -> [* r o]``."""
+    rows = len(out) - 2
+    if place.axis < rows:
+        return _broadcast(place, out, source)
+    is_own = position == place.axis - rows
+    return _moved(place, len(source) - 2) if is_own else CONSTANT
+
+
+def _convolution(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    if place.axis == 0:
+        return CONSTANT if position else place
+    if place.axis > 1:
+        return CONSTANT if position else None
+    groups, transposed = saved(node, "groups"), saved(node, "transposed")
+    if position == 2 or (position == 1 and not transposed):
+        return _moved(place, 0)
+    if groups == 1:
+        return _moved(place, 1) if position else CONSTANT
+    after, rest = divmod(place.after, out[1] // groups)  # groups after a sample
+    if rest:
+        return None
+    axis = 1 - position
+    return SampleAxis(axis, place.before, after * (source[axis] // groups))
+
+
+def _attention(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """Queries ``[b h r i]``, keys ``[b h s i]``, values ``[b h s o]``, a bias ``[b h r s]``."""
+    if place.axis < 2:
+        return (
+            _broadcast(place, out, source)
+            if position == 3
+            else (place if source[place.axis] == out[place.axis] else None)
+        )
+    if position == 3:
+        return _broadcast(place, out, source) if place.axis == 2 else CONSTANT
+    return place if position == (0 if place.axis == 2 else 2) else CONSTANT
+
+
+# --- norms and cells
+
+
+def _layer_norm(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    if place.axis >= len(out) - len(saved(node, "normalized_shape")):
+        return None
+    return CONSTANT if position else place
+
+
+def _layer_norm_backward(
+    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """The gradient of the input, from gradient, input, mean, deviation, weight, bias."""
+    if place.axis >= len(out) - len(saved(node, "normalized_shape")):
+        return None
+    return place if position < 4 else CONSTANT
+
+
+def _group_norm(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    if place.axis != 0 or saved(node, "N") != out[0]:
+        return None
+    return CONSTANT if position else place
+
+
+def _batch_norm(
+    training: bool | str, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """Channels do not interact; the entries of one do in training."""
+    if position:
+        return CONSTANT if place.axis != 1 else _moved(place, 0)
+    mixes = saved(node, training) if isinstance(training, str) else training
+    return place if place.axis == 1 or not mixes else None
+
+
+def _batch_norm_backward(
+    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    """The gradient of the input, from gradient, input, weight, and statistics."""
+    if saved(node, "train") or place.axis == 1:
+        return None
+    return place if position < 2 else CONSTANT
+
+
+def _convolution_backward(
+    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> RuleClaim:
+    """The gradient of the input, from gradient, input, weight."""
+    if place.axis != 0:
+        return None
+    return (place, False, CONSTANT)[position]
+
+
+def _cell(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """A step of a recurrent layer, from two products, the last state, and two biases."""
+    if place.axis != 0:
+        return None
+    return place if position < 2 or len(source) == 2 else CONSTANT
+
+
+def _grid(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """Channels of images, read at places."""
+    if place.axis == 0:
+        return place
+    if place.axis == 1:
+        return CONSTANT if position else place
+    return None
+
+
+# --- rows that are read and written at indices
+
+
+def _numbers(length: int, after: int, N: int, axis: int, like: Tensor) -> Tensor:
+    """The sample of each entry along an axis, to broadcast against a tensor."""
+    numbers = torch.arange(length, device=like.device) // after % N
+    return numbers.reshape(-1, *[1] * (like.ndim - axis - 1))
+
+
+def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
+    """Where samples may be: slower or faster than all other positions along an axis."""
+    for axis, length in enumerate(shape):
+        if length and length % N == 0:
+            for after in {length // N: None, 1: None}:
+                yield SampleAxis(axis, length // (N * after), after)
+
+
+def _read(index: Tensor, axis: int, source: Shape, samples: Tensor, N: int) -> Claim:
+    """Samples read their own entries along an axis of the input, or else it is a table."""
+    length = source[axis]
+    index = torch.where(index < 0, index + length, index)
+    for place in _places((length,), N):
+        if bool((index // place.after % N == samples).all()):
+            return _moved(place, axis)
+    return None
+
+
+def _written(samples: Tensor, source: Shape, N: int) -> SampleAxis | None:
+    """Entries of the input are written to samples: along which axis are these numbered?"""
+    for place in _places(source, N):
+        if place.axis < samples.ndim:
+            length = samples.shape[place.axis]
+            if bool((samples == _numbers(length, place.after, N, place.axis, samples)).all()):
+                return place
+    return None
+
+
+class _Indexed(NamedTuple):
+    """The tensors that index the axes of a tensor, and how the result's axes follow from them."""
+
+    tensors: dict[int, Tensor]
+    block: Shape  # what the tensors broadcast to
+    start: int  # the block's first axis in the result
+    free: list[int]  # the axes that are not indexed
+
+    def axis_of(self, axis: int) -> int:
+        """Where an axis that is not indexed is in the result."""
+        place = self.free.index(axis)
+        return place + (len(self.block) if place >= self.start else 0)
+
+    def result(self, shape: Shape) -> Shape:
+        free = [shape[axis] for axis in self.free]
+        return (*free[: self.start], *self.block, *free[self.start :])
+
+
+def _indexed(node: Node, shape: Shape) -> _Indexed | None:
+    tensors: dict[int, Tensor] = {}
+    axis = 0
+    for index in saved(node, "indices"):
+        if index is None:
+            axis += 1
+        elif index.dtype in (torch.bool, torch.uint8):
+            for places in index.nonzero().unbind(1):
+                tensors[axis] = places
+                axis += 1
+        else:
+            tensors[axis] = index
+            axis += 1
+    if not tensors:
+        return None
+    axes = sorted(tensors)
+    adjacent = axes[-1] - axes[0] == len(axes) - 1
+    block = tuple(torch.broadcast_shapes(*(x.shape for x in tensors.values())))
+    free = [x for x in range(len(shape)) if x not in tensors]
+    return _Indexed(tensors, block, axes[0] if adjacent else 0, free)
+
+
+def _index(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    """``x[i, j]``, also with masks."""
+    indexed, N = _indexed(node, source), _number_of_samples(place, out)
+    if indexed is None:
+        return None
+    first, last = indexed.start, indexed.start + len(indexed.block)
+    if not first <= place.axis < last:
+        axis = indexed.free[place.axis - (len(indexed.block) if place.axis >= last else 0)]
+        return _moved(place, axis) if source[axis] == out[place.axis] else None
+    for axis, index in indexed.tensors.items():
+        index = index.expand(indexed.block)
+        samples = _numbers(out[place.axis], place.after, N, place.axis - first, index)
+        claim = _read(index, axis, source, samples, N)
+        if claim is not None:
+            return claim
+    return CONSTANT
+
+
+def _index_put(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    """``x[i, j] = values``: what is not overwritten stays."""
+    if position == 0:
+        return place
+    if prod(source) == 1:
+        return CONSTANT
+    indexed, N = _indexed(node, out), _number_of_samples(place, out)
+    if indexed is None:
+        return None
+    result = indexed.result(out)
+    if place.axis not in indexed.tensors:
+        return _broadcast(_moved(place, indexed.axis_of(place.axis)), result, source)
+    index = indexed.tensors[place.axis].expand(indexed.block)
+    index = torch.where(index < 0, index + out[place.axis], index)
+    block = _written(index // place.after % N, indexed.block, N)
+    if block is None:
+        return None
+    return _broadcast(_moved(block, indexed.start + block.axis), result, source)
+
+
+def _index_select(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(source))
+    if place.axis != axis:
+        return place
+    index, N = saved(node, "index"), _number_of_samples(place, out)
+    samples = _numbers(out[axis], place.after, N, 0, index)
+    return _read(index, axis, source, samples, N) or CONSTANT
+
+
+def _index_add(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if position == 0:
+        return place
+    if len(source) != len(out):
+        return None
+    if place.axis != axis:
+        return place
+    N = _number_of_samples(place, out)
+    samples = saved(node, "index") // place.after % N
+    block = _written(samples, source[axis : axis + 1], N)
+    return block and _moved(block, axis)
+
+
+def _gather(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if place.axis != axis:
+        return place if source[place.axis] == out[place.axis] else None
+    index, N = saved(node, "index"), _number_of_samples(place, out)
+    samples = _numbers(out[axis], place.after, N, axis, index)
+    return _read(index, axis, source, samples, N) or CONSTANT
+
+
+def _scatter(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if position == 0:
+        return place
+    if place.axis != axis:
+        return place if source[place.axis] == out[place.axis] else None
+    N = _number_of_samples(place, out)
+    return _written(saved(node, "index") // place.after % N, source, N)
+
+
+def _embedding(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+    return _moved(place, 1) if place.axis == len(out) - 1 else CONSTANT
+
+
+def _embedding_bag(
+    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+) -> Claim:
+    if position == 0:
+        return place if place.axis == 1 else CONSTANT
+    bags, N = saved(node, "result1"), _number_of_samples(place, out)
+    if place.axis == 1 or tuple(bags.shape) != source:
+        return None
+    return _written(bags // place.after % N, source, N)
+
+
+def _table(*_: Any) -> Claim:
+    return CONSTANT
+
+
+# --- nodes that do not say what they do
+
+
+def _asked(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> RuleClaim:
+    """Samples do not interact if their gradients can be scaled before or after the node.
+
+    The factors are powers of two, so that rounding is the same.
+    """
+    N, metadata = _number_of_samples(place, out), node._input_metadata[0]
+    generator = torch.Generator(metadata.device).manual_seed(0)
+    g = torch.rand(out, generator=generator, device=metadata.device).add_(1).to(metadata.dtype)
+    base = 8 if g.dtype.itemsize < 4 else 64
+
+    def answer(g: Tensor) -> Tensor | None:
+        found = node(g)
+        return found[position] if isinstance(found, tuple) else found
+
+    def factors(place: SampleAxis, digit: int, like: Tensor) -> Tensor:
+        n = _numbers(like.shape[place.axis], place.after, N, place.axis, like)
+        return torch.ldexp(torch.ones_like(n, dtype=g.real.dtype), n // base**digit % base)
+
+    with torch.no_grad():
+        plain = answer(g)
+        if plain is None or not bool(plain.any()):
+            return False
+        possible = dict.fromkeys(_places(source, N))
+        if not possible:
+            return CONSTANT
+        if place in possible:  # the likely one comes first
+            possible = {place: None} | possible
+        digit = 0
+        while base**digit < N:
+            scaled = answer(g * factors(place, digit, g))
+            possible = {
+                x: None for x in possible if torch.equal(scaled, plain * factors(x, digit, plain))
+            }
+            digit += 1
+    return next(iter(possible), None)
+
+
+# --- the rules by the names of nodes
+
+
+def _named(names: str, rule: Rule) -> dict[str, Rule]:
+    """Names without a number are those of the node of the first signature."""
+    return {x if re.search(r"Backward\d$", x) else f"{x}Backward0": rule for x in names.split()}
+
+
+_ELEMENTWISE = """
+    Abs Acos Acosh Alias Angle Asin Asinh Atan Atanh Bernoulli Ceil Celu Clamp ClampMax ClampMin Clone
+    Conj ConjPhysical Cos Cosh Deg2Rad Digamma Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Frac FusedDropout
+    Gelu Hardshrink Hardsigmoid Hardswish Hardtanh I0 IndexFill LazyClone LeakyRelu Lgamma Lift LiftFresh
+    Log Log10 Log1P Log2 LogSigmoid Logit Mish Mvlgamma NanToNum NativeDropout Neg NegView PinMemory
+    Polygamma Rad2Deg Reciprocal Relu Round RoundBackward1 RreluWithNoise Rsqrt Sgn Sigmoid Sign Silu Sin
+    Sinc Sinh Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr
+    SpecialNdtri Sqrt Tan Tanh Threshold ToCopy Tril Triu Trunc
+
+    Add AddBackward1 Addcdiv Addcmul Atan2 CeluBackward1 ClampBackward1 ClampMaxBackward1
+    ClampMinBackward1 Complex Copysign CopysignBackward1 Div DivBackward1 DivBackward2 DivBackward3
+    EluBackward1 Fmax Fmin Fmod FmodBackward1 Hypot Igamma Igammac Ldexp LeakyReluBackward1 Lerp
+    LerpBackward1 Logaddexp Logaddexp2 MaskedFill MaskedFillBackward1 Maximum Minimum Mul MulBackward1
+    Nextafter Polar Pow PowBackward0 PowBackward1 PowBackward2 PreluKernel Remainder RemainderBackward1
+    Rsub RsubBackward1 SpecialXlog1Py SpecialXlog1PyBackward1 SpecialXlog1PyBackward2 SpecialZeta
+    SpecialZetaBackward1 SpecialZetaBackward2 Sub SubBackward1 ThresholdBackward1 Where Xlogy
+    XlogyBackward1 XlogyBackward2
+
+    BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss SmoothL1Loss SoftMarginLoss
+
+    BinaryCrossEntropyBackward EluBackward GeluBackward HardshrinkBackward HardswishBackward
+    HardtanhBackward HuberLossBackward LeakyReluBackward LogSigmoidBackward MseLossBackward
+    NativeDropoutBackward PreluKernelBackward RreluWithNoiseBackward SigmoidBackward SmoothL1LossBackward
+    SoftMarginLossBackward SoftplusBackward SoftshrinkBackward TanhBackward ThresholdBackward
+"""
+_TRAILING = {
+    0: "ViewAsReal",
+    1: "NllLoss ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D ViewAsComplex"
+    " UpsampleNearestExact1D",
+    2: "AdaptiveAvgPool2D AdaptiveMaxPool2D AffineGridGenerator AvgPool2D Col2Im CudnnAffineGridGenerator"
+    " FractionalMaxPool2D MaxPool2D MaxPool2DWithIndices MaxUnpool2D MkldnnAdaptiveAvgPool2D"
+    " MkldnnMaxPool2D ReflectionPad2D ReplicationPad2D UpsampleBicubic2D UpsampleBicubic2DAa"
+    " UpsampleBilinear2D UpsampleBilinear2DAa UpsampleNearest2D UpsampleNearestExact2D"
+    " Cholesky CholeskyInverse CholeskySolve LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx"
+    " LinalgMatrixExp LinalgPinv LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd"
+    " TriangularSolve",
+    3: "AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D Im2Col MaxPool3DWithIndices"
+    " MaxUnpool3D NllLoss2D PixelShuffle PixelUnshuffle ReflectionPad3D ReplicationPad3D"
+    " UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D",
+}
+#: Of these, the gradients are nodes, too.
+_POOLS = """
+    ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D
+    AdaptiveAvgPool2D AdaptiveMaxPool2D AvgPool2D FractionalMaxPool2D MaxPool2D MaxPool2DWithIndices
+    ReflectionPad2D ReplicationPad2D UpsampleBicubic2D UpsampleBicubic2DAa UpsampleBilinear2D
+    UpsampleBilinear2DAa UpsampleNearest2D UpsampleNearestExact2D
+    AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D MaxPool3DWithIndices
+    ReflectionPad3D ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
+"""
+
+_SPLITS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes"
+_RULES: dict[str, Rule] = {
+    "CopyBackwards": _elementwise,
+    "torch::autograd::CopySlices": _asked,
+    **_named(_ELEMENTWISE, _elementwise),
+    **{
+        name: rule
+        for number, names in _TRAILING.items()
+        for rule in [partial(_trailing, number)]
+        for name in [
+            *_named(names, rule),
+            *_named(" ".join(f"{x}Backward" for x in names.split() if x in _POOLS.split()), rule),
+        ]
+    },
+    **_named(
+        "Softmax SafeSoftmax LogSoftmax SoftmaxBackwardData LogSoftmaxBackwardData Cumsum Cumprod Cummax"
+        " Cummin Logcumsumexp Sort SortBackward1 Topk Glu GluBackward FftC2C FftR2C FftC2R LinalgCross",
+        partial(_along, "dim"),
+    ),
+    **_named("Flip Roll Rot90", partial(_along, "dims")),
+    **_named("View UnsafeView ReshapeAlias", _view),
+    **_named("Transpose TransposeBackward1", _transpose),
+    **_named("T TBackward1", _matrix_transpose),
+    **_named("Permute", _permute),
+    **_named("Unsqueeze UnsqueezeBackward1 SelectBackward", _unsqueeze),
+    **_named(" ".join(f"SqueezeBackward{k}" for k in range(6)), _squeeze),
+    **_named("Select Unbind", _select),
+    **_named(
+        "SumBackward1 MeanBackward1 Amax Amin Aminmax Max Min MedianBackward1 NanmedianBackward1 Mode"
+        " Kthvalue Nansum Logsumexp LinalgVectorNorm NormBackward1 NormBackward3 ProdBackward1 Var Std"
+        " VarMean StdMean",
+        _reduce,
+    ),
+    **_named("Diagonal", _diagonal),
+    **_named("Unfold", _unfold),
+    **_named("UnfoldBackward SliceBackward", _folded),
+    **_named("ConstantPadNd", _pad),
+    **_named("Expand", _elementwise),
+    **_named("Repeat", _repeat),
+    **_named("Slice", _slice),
+    **_named(_SPLITS, partial(_split, 0)),
+    **_named("Cat", _cat),
+    **_named("Stack", _stack),
+    **_named("Mm Bmm", partial(_product, 0)),
+    **_named("Addmm Baddbmm", partial(_product, 1)),
+    **_named("Addbmm", _sum_of_products),
+    **_named("Mv", partial(_matrix_vector, 0)),
+    **_named("Addmv", partial(_matrix_vector, 1)),
+    **_named("Addr", _outer),
+    **_named("Linear", _linear),
+    **_named("GroupedMm", _grouped),
+    **_named("Trilinear", _trilinear),
+    **_named("Cdist EuclideanDist", _distances),
+    **_named("Convolution ConvolutionOverrideable", _convolution),
+    **_named("ConvolutionBackward", _convolution_backward),
+    **_named(
+        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention"
+        " ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
+        " ScaledDotProductFusedAttentionOverrideable",
+        _attention,
+    ),
+    **_named("NativeLayerNorm FusedRmsNorm", _layer_norm),
+    **_named("NativeLayerNormBackward", _layer_norm_backward),
+    **_named("NativeGroupNorm", _group_norm),
+    **_named(
+        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegit"
+        " NativeBatchNormLegitBackward1",
+        partial(_batch_norm, "training"),
+    ),
+    **_named("NativeBatchNormLegitNoTraining BatchNormNoUpdate", partial(_batch_norm, False)),
+    **_named("BatchNormWithUpdate", partial(_batch_norm, True)),
+    **_named("NativeBatchNormBackward", _batch_norm_backward),
+    **_named("ThnnFusedLstmCell ThnnFusedGruCell", _cell),
+    **_named("GridSampler2D GridSampler3D GridSampler2DCpuFallback CudnnGridSampler", _grid),
+    **_named("Index UnsafeIndex", _index),
+    **_named("IndexPut IndexPutImpl UnsafeIndexPut", _index_put),
+    **_named("IndexSelect", _index_select),
+    **_named("IndexAdd IndexCopy IndexReduce", _index_add),
+    **_named("Gather", _gather),
+    **_named("Scatter ScatterBackward1 ScatterAdd ScatterReduce", _scatter),
+    **_named("Embedding", _embedding),
+    **_named("EmbeddingBag", _embedding_bag),
+    **_named("Take", _table),
+    **_named("AsStrided AsStridedBackward1", _asked),
+}
+
+#: Nodes of several outputs. Of other nodes, only the first output is known to have samples.
+_SEVERAL = _named(
+    f"{_SPLITS} Aminmax LinalgEigh LinalgQr LinalgSlogdet LinalgSvd PreluKernelBackward StdMean"
+    " ThnnFusedLstmCell Unbind VarMean",
+    _table,
+).keys()
+_STARTING = _named(_SPLITS, _table).keys()
+
+
+def _rule_of(name: str, number: int) -> Rule | None:
+    """Return the rule of a node for one of its outputs."""
+    if number == 0:
+        return _RULES.get(name)
+    if name in _STARTING:
+        return partial(_split, number)
+    return _RULES[name] if name in _SEVERAL else None
