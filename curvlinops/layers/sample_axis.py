@@ -22,7 +22,7 @@ import torch
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvlinops.support.torch_internals import saved, saved_axes, shape_of_output
+from curvlinops.support.torch_internals import input_metadata, saved, saved_axes, shape_of_output
 
 #: A node of autograd's graph.
 Node: TypeAlias = Any
@@ -55,12 +55,29 @@ class Constant:
 #: The tensor has no axis of samples: all samples use it.
 CONSTANT: Final = Constant()
 
+
+class _Assigned(NamedTuple):
+    """An axis along which entries belong to samples in any order.
+
+    Attributes:
+        axis: The axis.
+        samples: The sample of each entry; -1 for entries that influence no output.
+        N: The number of samples.
+    """
+
+    axis: int
+    samples: Tensor
+    N: int
+
+
+#: Where the samples are in a tensor.
+Place: TypeAlias = SampleAxis | _Assigned
 #: What a rule says of an input. ``None``: nothing. ``False``: it does not influence this output.
-Claim: TypeAlias = SampleAxis | Constant | None
+Claim: TypeAlias = Place | Constant | None
 RuleClaim: TypeAlias = Claim | Literal[False]
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
 #: and the position and shape of an input.
-Rule: TypeAlias = Callable[[Node, SampleAxis, Shape, int, Shape], RuleClaim]
+Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], RuleClaim]
 
 
 def sample_axes(
@@ -102,7 +119,10 @@ def sample_axes(
             continue
         name = node.name()
         for number, place in outputs.items():
-            rule = _rule_of(name, number) if isinstance(place, SampleAxis) else None
+            if isinstance(place, _Assigned):
+                place = outputs[number] = _regular(place)
+            has_samples = place is not None and place is not CONSTANT
+            rule = _rule_of(name, number) if has_samples else None
             shape = shape_of(node, number) if rule else ()
             for position, (source, source_number) in enumerate(sources):
                 if source is None or not source.next_functions:
@@ -117,28 +137,78 @@ def sample_axes(
                 if claim is False:
                     continue
                 claims = found.setdefault(source, {})
-                if claims.setdefault(source_number, claim) != claim:
-                    claims[source_number] = None
+                if source_number in claims:
+                    claim = _merged(claims[source_number], claim)
+                claims[source_number] = claim
     return {
         (node, number): claim
         for node, claims in found.items()
         for number, claim in claims.items()
-        if claim is not None
+        if isinstance(claim, SampleAxis | Constant)
     }
 
 
-def _number_of_samples(place: SampleAxis, shape: Shape) -> int:
+def _number_of_samples(place: Place, shape: Shape) -> int:
+    if isinstance(place, _Assigned):
+        return place.N
     return shape[place.axis] // (place.before * place.after)
 
 
-def _moved(place: SampleAxis, axis: int) -> SampleAxis:
-    return place if axis == place.axis else SampleAxis(axis, place.before, place.after)
+def _moved(place: Place, axis: int) -> Place:
+    """The same place along another axis."""
+    return place if axis == place.axis else place._replace(axis=axis)
+
+
+def _samples_of(place: Place, shape: Shape, device: torch.device | None = None) -> Tensor:
+    """Return the sample of each entry along the axis of the samples."""
+    if isinstance(place, _Assigned):
+        return place.samples
+    N = _number_of_samples(place, shape)
+    return torch.arange(shape[place.axis], device=device) // place.after % N
+
+
+def _regular(place: _Assigned) -> Place:
+    """Return the axis of samples that says the same, if there is one."""
+    length = len(place.samples)
+    for regular in _places((length,), place.N):
+        samples = _samples_of(regular, (length,), place.samples.device)
+        if bool(((place.samples == samples) | (place.samples < 0)).all()):
+            return _moved(regular, place.axis)
+    return place
+
+
+def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
+    """Where samples may be: slower or faster than all other positions along an axis."""
+    for axis, length in enumerate(shape):
+        if length and length % N == 0:
+            for after in {length // N: None, 1: None}:
+                yield SampleAxis(axis, length // (N * after), after)
+
+
+def _merged(one: Claim, other: Claim) -> Claim:
+    """Return what two who use a tensor say of it, if they agree."""
+    if one is other or one is None or other is None or one is CONSTANT or other is CONSTANT:
+        return one if one is other else None
+    if isinstance(one, SampleAxis) and isinstance(other, SampleAxis):
+        return one if one == other else None
+    if one.axis != other.axis:
+        return None
+    if isinstance(one, SampleAxis):
+        one, other = other, one
+    samples = _samples_of(other, (*[0] * one.axis, len(one.samples)), one.samples.device)
+    if not bool(((one.samples == samples) | (one.samples < 0) | (samples < 0)).all()):
+        return None
+    return (
+        other
+        if isinstance(other, SampleAxis)
+        else one._replace(samples=torch.maximum(one.samples, samples))
+    )
 
 
 # --- elementwise operations
 
 
-def _broadcast(place: SampleAxis, out: Shape, source: Shape) -> Claim:
+def _broadcast(place: Place, out: Shape, source: Shape) -> Claim:
     """Entries of the output depend on the entries at the same place in a broadcast input."""
     axis = place.axis - len(out) + len(source)
     if axis < 0 or source[axis] == 1:
@@ -146,11 +216,11 @@ def _broadcast(place: SampleAxis, out: Shape, source: Shape) -> Claim:
     return _moved(place, axis) if source[axis] == out[place.axis] else None
 
 
-def _elementwise(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _elementwise(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return _broadcast(place, out, source)
 
 
-def _along(name: str, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _along(name: str, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Softmax, sums of what came before, flips, ...: only entries along some axes interact."""
     axes = saved_axes(node, name, len(out))
     if place.axis in axes or len(source) != len(out):
@@ -158,9 +228,7 @@ def _along(name: str, node: Node, place: SampleAxis, out: Shape, _: int, source:
     return _broadcast(place, out, source)
 
 
-def _trailing(
-    number: int, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape
-) -> Claim:
+def _trailing(number: int, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Pooling, inverses, ...: entries of the first axes do not interact."""
     first = len(source) - number
     return place if place.axis < first and source[:first] == out[:first] else None
@@ -169,35 +237,43 @@ def _trailing(
 # --- views and reductions
 
 
-def _view(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _view(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Both shapes have the same entries in the same order."""
-    N = _number_of_samples(place, out)
-    inner = place.after * prod(out[place.axis + 1 :])  # entries from one sample to the next
     if prod(source) != prod(out) or prod(out) == 0:
         return None
+    N, first = _number_of_samples(place, out), place.axis + 1
+    if isinstance(place, _Assigned):
+        samples = place.samples.repeat(prod(out[: place.axis]))
+        for number in range(1, len(source) + 1):
+            copies, rest = divmod(prod(source[:number]), len(samples))
+            if copies and not rest:
+                samples = samples.repeat_interleave(copies).reshape(source[:number])
+                return _written(samples, source, N)
+        return None
+    inner = place.after * prod(out[first:])  # entries from one sample to the next
     for axis, length in reversed([*enumerate(source)]):
         after, rest = divmod(inner, prod(source[axis + 1 :]))
         if rest:
             return None
-        if after and length % (N * after) == 0:
+        if length % (N * after) == 0:
             return SampleAxis(axis, length // (N * after), after)
     return None
 
 
-def _transpose(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _transpose(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (first,), (second,) = (saved_axes(node, x, len(out)) for x in ("dim0", "dim1"))
     return _moved(place, {first: second, second: first}.get(place.axis, place.axis))
 
 
-def _matrix_transpose(node: Node, place: SampleAxis, out: Shape, *_: Any) -> Claim:
+def _matrix_transpose(node: Node, place: Place, out: Shape, *_: Any) -> Claim:
     return _moved(place, len(out) - 1 - place.axis)
 
 
-def _permute(node: Node, place: SampleAxis, out: Shape, *_: Any) -> Claim:
+def _permute(node: Node, place: Place, out: Shape, *_: Any) -> Claim:
     return _moved(place, saved_axes(node, "dims", len(out))[place.axis])
 
 
-def _without(axes: Iterable[int], place: SampleAxis, out: Shape, source: Shape) -> Claim:
+def _without(axes: Iterable[int], place: Place, out: Shape, source: Shape) -> Claim:
     """The output has all axes of the input but some."""
     kept = [axis for axis in range(len(source)) if axis not in axes]
     if len(kept) != len(out) or source[kept[place.axis]] != out[place.axis]:
@@ -205,18 +281,18 @@ def _without(axes: Iterable[int], place: SampleAxis, out: Shape, source: Shape) 
     return _moved(place, kept[place.axis])
 
 
-def _with(axis: int, place: SampleAxis, out: Shape, source: Shape) -> Claim:
+def _with(axis: int, place: Place, out: Shape, source: Shape) -> Claim:
     """The output has one more axis than the input."""
     if place.axis == axis or len(source) != len(out) - 1:
         return None
     return _moved(place, place.axis - (place.axis > axis))
 
 
-def _unsqueeze(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _unsqueeze(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return _with(*saved_axes(node, "dim", len(out)), place, out, source)
 
 
-def _squeeze(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _squeeze(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Axes of length one have no samples; which of several are left out does not matter."""
     axes: Sequence[int] = range(len(source))
     if hasattr(node, "_saved_dim"):
@@ -224,12 +300,12 @@ def _squeeze(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -
     return _without([axis for axis in axes if source[axis] == 1], place, out, source)
 
 
-def _select(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _select(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """One entry along an axis, or the list of them."""
     return _without(saved_axes(node, "dim", len(source)), place, out, source)
 
 
-def _reduce(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _reduce(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """A sum or a maximum along some axes."""
     axes = saved_axes(node, "dim", len(source))
     if saved(node, "keepdim"):
@@ -237,7 +313,7 @@ def _reduce(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) ->
     return _without(axes, place, out, source)
 
 
-def _diagonal(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _diagonal(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """The diagonal comes last."""
     if place.axis == len(out) - 1:
         return None
@@ -245,77 +321,102 @@ def _diagonal(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) 
     return _moved(place, [x for x in range(len(source)) if x not in axes][place.axis])
 
 
-def _unfold(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _unfold(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Windows along an axis; their entries come last."""
     axes = *saved_axes(node, "dimension", len(source)), len(out) - 1
     return None if place.axis in axes else place
 
 
-def _folded(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _folded(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """The gradient of windows."""
     return None if place.axis in saved_axes(node, "dim", len(out)) else place
 
 
-def _pad(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _pad(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     last = 2 * (len(out) - 1 - place.axis)  # the last axis comes first
     return None if any(saved(node, "pad")[last : last + 2]) else place
 
 
-def _repeat(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _repeat(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Copies of the input, one after the other along each axis."""
     axis = place.axis - len(out) + len(source)
+    if isinstance(place, _Assigned):
+        return _broadcast(place, out, source)
     if axis < 0 or place.after % source[axis] == 0:  # each sample has whole copies
         return CONSTANT
     before, rest = divmod(source[axis], _number_of_samples(place, out) * place.after)
     return None if rest else SampleAxis(axis, before, place.after)
 
 
-def _part(axis: int, start: int, total: int, place: SampleAxis, out: Shape) -> Claim:
+def _part(axis: int, start: int, step: int, place: Place, out: Shape, source: Shape) -> Claim:
     """The output is a part of the input along the axis of the samples."""
-    period = _number_of_samples(place, out) * place.after
-    if start % period or total % period:
-        return None
-    return SampleAxis(axis, total // period, place.after)
+    N, length = _number_of_samples(place, out), source[axis]
+    if isinstance(place, SampleAxis) and step == 1:
+        before, rest = divmod(length, N * place.after)
+        if rest == start % (N * place.after) == 0:
+            return SampleAxis(axis, before, place.after)
+    samples = _samples_of(place, out)
+    whole = samples.new_full((length,), -1)
+    whole[start : start + step * len(samples) : step] = samples
+    return _Assigned(axis, whole, N)
 
 
-def _slice(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _slice(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
-    if place.axis != axis:
-        return place
-    if source == out:
+    if place.axis != axis or source == out:
         return place
     start = saved(node, "start") or 0
     start = start - 2**64 if start >= 2**63 else start
     start = max(start + source[axis], 0) if start < 0 else start
-    return _part(axis, start, source[axis], place, out) if saved(node, "step") == 1 else None
+    return _part(axis, start, saved(node, "step"), place, out, source)
 
 
-def _split(number: int, node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _split(number: int, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if place.axis != axis:
         return place
     start = sum(shape_of_output(node, k)[axis] for k in range(number))
-    return _part(axis, start, source[axis], place, out)
+    return _part(axis, start, 1, place, out, source)
 
 
-def _cat(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _flip(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
+    if place.axis not in saved_axes(node, "dims", len(out)):
+        return place
+    samples, N = _samples_of(place, out), _number_of_samples(place, out)
+    return _Assigned(place.axis, samples.flip(0), N)
+
+
+def _roll(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
+    axes, shifts = saved(node, "dims"), saved(node, "shifts")
+    if not axes:
+        return None
+    axes = saved_axes(node, "dims", len(out))
+    shift = sum(s for axis, s in zip(axes, shifts, strict=True) if axis == place.axis)
+    if place.axis not in axes:
+        return place
+    samples, N = _samples_of(place, out), _number_of_samples(place, out)
+    return _Assigned(place.axis, samples.roll(-shift), N)
+
+
+def _cat(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if len(source) != len(out):
         return None
     if place.axis != axis:
         return place
-    starts = 0
-    for other, number in node.next_functions[:position]:
-        if other is None:  # of unknown length
-            return None
-        starts += (shape_of_output(other, number)[axis:] or (0,))[0]
-    period = _number_of_samples(place, out) * place.after
-    if starts % period or source[axis] % period:
+    before, N = node.next_functions[:position], _number_of_samples(place, out)
+    if any(other is None for other, _ in before):  # of unknown length
         return None
-    return SampleAxis(axis, source[axis] // period, place.after)
+    start = sum((shape_of_output(*x)[axis:] or (0,))[0] for x in before)
+    length = source[axis]
+    if isinstance(place, SampleAxis):
+        before, rest = divmod(length, N * place.after)
+        if rest == start % (N * place.after) == 0:
+            return SampleAxis(axis, before, place.after)
+    return _Assigned(axis, _samples_of(place, out)[start : start + length], N)
 
 
-def _stack(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _stack(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return _with(*saved_axes(node, "dim", len(out)), place, out, source)
 
 
@@ -323,7 +424,7 @@ def _stack(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> 
 
 
 def _product(
-    first: int, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    first: int, node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """``[b r i], [b i o] -> [b r o]``, with or without b; what is added comes in front."""
     if position < first:
@@ -334,9 +435,7 @@ def _product(
     return place if is_left == (place.axis == len(out) - 2) else CONSTANT
 
 
-def _sum_of_products(
-    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
-) -> Claim:
+def _sum_of_products(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``[r o], [b r i], [b i o] -> [r o]``."""
     if position == 0:
         return _broadcast(place, out, source)
@@ -344,7 +443,7 @@ def _sum_of_products(
 
 
 def _matrix_vector(
-    first: int, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    first: int, node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """``[r i], [i] -> [r]``."""
     if position < first:
@@ -352,28 +451,28 @@ def _matrix_vector(
     return place if position == first else CONSTANT
 
 
-def _outer(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _outer(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``[r o], [r], [o] -> [r o]``."""
     if position == 0:
         return _broadcast(place, out, source)
     return _moved(place, 0) if position - 1 == place.axis else CONSTANT
 
 
-def _linear(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _linear(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``[* i], [o i], [o] -> [* o]``."""
     if place.axis < len(out) - 1:
         return CONSTANT if position else place
     return _moved(place, 0) if position else CONSTANT
 
 
-def _grouped(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _grouped(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``[r i], [e i o] -> [r o]``, with one of the matrices for each row."""
     if place.axis != 0 or len(out) != 2 or len(source) != 2 + position:
         return None
     return CONSTANT if position else place
 
 
-def _trilinear(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _trilinear(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """The sum over some axes of the product of three tensors, each without some other axes."""
     missing = saved(node, f"expand{position + 1}")
     ndim, summed = len(source) + len(missing), saved(node, "sumdim")
@@ -387,7 +486,7 @@ def _trilinear(node: Node, place: SampleAxis, out: Shape, position: int, source:
     return _moved(place, own) if source[own] == out[place.axis] else None
 
 
-def _distances(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _distances(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``[* r i], [* o i] -> [* r o]``."""
     rows = len(out) - 2
     if place.axis < rows:
@@ -396,7 +495,7 @@ def _distances(node: Node, place: SampleAxis, out: Shape, position: int, source:
     return _moved(place, len(source) - 2) if is_own else CONSTANT
 
 
-def _convolution(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _convolution(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     if place.axis == 0:
         return CONSTANT if position else place
     if place.axis > 1:
@@ -406,6 +505,8 @@ def _convolution(node: Node, place: SampleAxis, out: Shape, position: int, sourc
         return _moved(place, 0)
     if groups == 1:
         return _moved(place, 1) if position else CONSTANT
+    if isinstance(place, _Assigned):
+        return None
     after, rest = divmod(place.after, out[1] // groups)  # groups after a sample
     if rest:
         return None
@@ -413,7 +514,7 @@ def _convolution(node: Node, place: SampleAxis, out: Shape, position: int, sourc
     return SampleAxis(axis, place.before, after * (source[axis] // groups))
 
 
-def _attention(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _attention(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """Queries ``[b h r i]``, keys ``[b h s i]``, values ``[b h s o]``, a bias ``[b h r s]``."""
     if place.axis < 2:
         return (
@@ -429,14 +530,14 @@ def _attention(node: Node, place: SampleAxis, out: Shape, position: int, source:
 # --- norms and cells
 
 
-def _layer_norm(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _layer_norm(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     if place.axis >= len(out) - len(saved(node, "normalized_shape")):
         return None
     return CONSTANT if position else place
 
 
 def _layer_norm_backward(
-    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """The gradient of the input, from gradient, input, mean, deviation, weight, bias."""
     if place.axis >= len(out) - len(saved(node, "normalized_shape")):
@@ -444,14 +545,14 @@ def _layer_norm_backward(
     return place if position < 4 else CONSTANT
 
 
-def _group_norm(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _group_norm(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     if place.axis != 0 or saved(node, "N") != out[0]:
         return None
     return CONSTANT if position else place
 
 
 def _batch_norm(
-    training: bool | str, node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    training: bool | str, node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """Channels do not interact; the entries of one do in training."""
     if position:
@@ -461,7 +562,7 @@ def _batch_norm(
 
 
 def _batch_norm_backward(
-    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """The gradient of the input, from gradient, input, weight, and statistics."""
     if saved(node, "train") or place.axis == 1:
@@ -470,7 +571,7 @@ def _batch_norm_backward(
 
 
 def _convolution_backward(
-    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
+    node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> RuleClaim:
     """The gradient of the input, from gradient, input, weight."""
     if place.axis != 0:
@@ -478,14 +579,14 @@ def _convolution_backward(
     return (place, False, CONSTANT)[position]
 
 
-def _cell(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _cell(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """A step of a recurrent layer, from two products, the last state, and two biases."""
     if place.axis != 0:
         return None
     return place if position < 2 or len(source) == 2 else CONSTANT
 
 
-def _grid(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _grid(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """Channels of images, read at places."""
     if place.axis == 0:
         return place
@@ -497,37 +598,35 @@ def _grid(node: Node, place: SampleAxis, out: Shape, position: int, source: Shap
 # --- rows that are read and written at indices
 
 
-def _numbers(length: int, after: int, N: int, axis: int, like: Tensor) -> Tensor:
-    """The sample of each entry along an axis, to broadcast against a tensor."""
-    numbers = torch.arange(length, device=like.device) // after % N
-    return numbers.reshape(-1, *[1] * (like.ndim - axis - 1))
+def _along_axis(samples: Tensor, axis: int, shape: Shape | Size) -> Tensor:
+    """Samples of the entries along an axis, for all entries of a tensor."""
+    return samples.reshape(-1, *[1] * (len(shape) - axis - 1)).expand(shape)
 
 
-def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
-    """Where samples may be: slower or faster than all other positions along an axis."""
-    for axis, length in enumerate(shape):
-        if length and length % N == 0:
-            for after in {length // N: None, 1: None}:
-                yield SampleAxis(axis, length // (N * after), after)
+def _read(index: Tensor, axis: int, samples: Tensor, source: Shape, N: int) -> Claim:
+    """Entries along an axis of the input belong to the sample that reads them, if it is one."""
+    is_used = samples >= 0
+    index, samples = index[is_used], samples[is_used]
+    index = torch.where(index < 0, index + source[axis], index).long()
+    ends = [
+        samples.new_full((source[axis],), none).scatter_reduce(0, index, samples, reduce)
+        for none, reduce in ((-1, "amax"), (N, "amin"))
+    ]
+    return _Assigned(axis, ends[0], N) if torch.equal(*(end[index] for end in ends)) else None
 
 
-def _read(index: Tensor, axis: int, source: Shape, samples: Tensor, N: int) -> Claim:
-    """Samples read their own entries along an axis of the input, or else it is a table."""
-    length = source[axis]
-    index = torch.where(index < 0, index + length, index)
-    for place in _places((length,), N):
-        if bool((index // place.after % N == samples).all()):
-            return _moved(place, axis)
-    return None
-
-
-def _written(samples: Tensor, source: Shape, N: int) -> SampleAxis | None:
+def _written(samples: Tensor, source: Shape, N: int) -> _Assigned | None:
     """Entries of the input are written to samples: along which axis are these numbered?"""
-    for place in _places(source, N):
-        if place.axis < samples.ndim:
-            length = samples.shape[place.axis]
-            if bool((samples == _numbers(length, place.after, N, place.axis, samples)).all()):
-                return place
+    if samples.numel() == 0:
+        return None
+    for axis, length in enumerate(samples.shape):
+        first = samples.movedim(axis, -1).reshape(-1, length)[0]
+        if length <= source[axis] and bool(
+            (samples == _along_axis(first, axis, samples.shape)).all()
+        ):
+            whole = first.new_full((source[axis],), -1)
+            whole[:length] = first
+            return _Assigned(axis, whole, N)
     return None
 
 
@@ -571,7 +670,7 @@ def _indexed(node: Node, shape: Shape) -> _Indexed | None:
     return _Indexed(tensors, block, axes[0] if adjacent else 0, free)
 
 
-def _index(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _index(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """``x[i, j]``, also with masks."""
     indexed, N = _indexed(node, source), _number_of_samples(place, out)
     if indexed is None:
@@ -580,16 +679,16 @@ def _index(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> 
     if not first <= place.axis < last:
         axis = indexed.free[place.axis - (len(indexed.block) if place.axis >= last else 0)]
         return _moved(place, axis) if source[axis] == out[place.axis] else None
+    samples, claims = _samples_of(place, out, next(iter(indexed.tensors.values())).device), []
+    samples = _along_axis(samples, place.axis - first, indexed.block)
     for axis, index in indexed.tensors.items():
-        index = index.expand(indexed.block)
-        samples = _numbers(out[place.axis], place.after, N, place.axis - first, index)
-        claim = _read(index, axis, source, samples, N)
-        if claim is not None:
-            return claim
-    return CONSTANT
+        claim = _read(index.expand(indexed.block), axis, samples, source, N)
+        claims += [] if claim is None else [_regular(claim)]
+    # several axes may tell the samples apart by chance
+    return next((x for x in claims if isinstance(x, SampleAxis)), (*claims, CONSTANT)[0])
 
 
-def _index_put(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _index_put(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     """``x[i, j] = values``: what is not overwritten stays."""
     if position == 0:
         return place
@@ -603,67 +702,61 @@ def _index_put(node: Node, place: SampleAxis, out: Shape, position: int, source:
         return _broadcast(_moved(place, indexed.axis_of(place.axis)), result, source)
     index = indexed.tensors[place.axis].expand(indexed.block)
     index = torch.where(index < 0, index + out[place.axis], index)
-    block = _written(index // place.after % N, indexed.block, N)
+    block = _written(_samples_of(place, out, index.device)[index.long()], indexed.block, N)
     if block is None:
         return None
     return _broadcast(_moved(block, indexed.start + block.axis), result, source)
 
 
-def _index_select(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _index_select(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(source))
     if place.axis != axis:
         return place
     index, N = saved(node, "index"), _number_of_samples(place, out)
-    samples = _numbers(out[axis], place.after, N, 0, index)
-    return _read(index, axis, source, samples, N) or CONSTANT
+    samples = _samples_of(place, out, index.device)
+    return _read(index.reshape(-1), axis, samples, source, N) or CONSTANT
 
 
-def _index_add(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _index_add(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
-    if position == 0:
+    if position == 0 or (place.axis != axis and len(source) == len(out)):
         return place
+    index, N = saved(node, "index"), _number_of_samples(place, out)
     if len(source) != len(out):
         return None
-    if place.axis != axis:
-        return place
-    N = _number_of_samples(place, out)
-    samples = saved(node, "index") // place.after % N
-    block = _written(samples, source[axis : axis + 1], N)
-    return block and _moved(block, axis)
+    return _Assigned(axis, _samples_of(place, out, index.device)[index.reshape(-1).long()], N)
 
 
-def _gather(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _gather(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if place.axis != axis:
         return place if source[place.axis] == out[place.axis] else None
     index, N = saved(node, "index"), _number_of_samples(place, out)
-    samples = _numbers(out[axis], place.after, N, axis, index)
-    return _read(index, axis, source, samples, N) or CONSTANT
+    samples = _along_axis(_samples_of(place, out, index.device), axis, out)
+    return _read(index, axis, samples, source, N) or CONSTANT
 
 
-def _scatter(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> Claim:
+def _scatter(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if position == 0:
         return place
     if place.axis != axis:
         return place if source[place.axis] == out[place.axis] else None
-    N = _number_of_samples(place, out)
-    return _written(saved(node, "index") // place.after % N, source, N)
+    index, N = saved(node, "index"), _number_of_samples(place, out)
+    return _written(_samples_of(place, out, index.device)[index], source, N)
 
 
-def _embedding(node: Node, place: SampleAxis, out: Shape, _: int, source: Shape) -> Claim:
+def _embedding(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return _moved(place, 1) if place.axis == len(out) - 1 else CONSTANT
 
 
-def _embedding_bag(
-    node: Node, place: SampleAxis, out: Shape, position: int, source: Shape
-) -> Claim:
+def _embedding_bag(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     if position == 0:
         return place if place.axis == 1 else CONSTANT
     bags, N = saved(node, "result1"), _number_of_samples(place, out)
     if place.axis == 1 or tuple(bags.shape) != source:
         return None
-    return _written(bags // place.after % N, source, N)
+    return _written(_samples_of(place, out, bags.device)[bags], source, N)
 
 
 def _table(*_: Any) -> Claim:
@@ -673,12 +766,20 @@ def _table(*_: Any) -> Claim:
 # --- nodes that do not say what they do
 
 
-def _asked(node: Node, place: SampleAxis, out: Shape, position: int, source: Shape) -> RuleClaim:
+def _asked(node: Node, place: Place, out: Shape, position: int, source: Shape) -> RuleClaim:
     """Samples do not interact if their gradients can be scaled before or after the node.
 
     The factors are powers of two, so that rounding is the same.
     """
-    N, metadata = _number_of_samples(place, out), node._input_metadata[0]
+    N, metadata = _number_of_samples(place, out), input_metadata(node, 0)
+    possible: list[Place] = [*_places(source, N)]
+    if isinstance(place, _Assigned):
+        axes = [x for x, length in enumerate(source) if length == out[place.axis]]
+        possible = [*(_moved(place, axis) for axis in axes), *possible]
+    elif place in possible:  # the likely one comes first
+        possible = [place, *possible]
+    if not possible:
+        return CONSTANT
     generator = torch.Generator(metadata.device).manual_seed(0)
     g = torch.rand(out, generator=generator, device=metadata.device).add_(1).to(metadata.dtype)
     base = 8 if g.dtype.itemsize < 4 else 64
@@ -687,27 +788,23 @@ def _asked(node: Node, place: SampleAxis, out: Shape, position: int, source: Sha
         found = node(g)
         return found[position] if isinstance(found, tuple) else found
 
-    def factors(place: SampleAxis, digit: int, like: Tensor) -> Tensor:
-        n = _numbers(like.shape[place.axis], place.after, N, place.axis, like)
-        return torch.ldexp(torch.ones_like(n, dtype=g.real.dtype), n // base**digit % base)
+    def factors(place: Place, digit: int, like: Tensor) -> Tensor:
+        n = _samples_of(place, tuple(like.shape), like.device)
+        factors = torch.ones_like(n, dtype=g.real.dtype).ldexp(n // base**digit % base)
+        return _along_axis(factors * (n >= 0), place.axis, like.shape)
 
     with torch.no_grad():
-        plain = answer(g)
+        g = g * (factors(place, 0, g) > 0)  # of entries without influence, nothing is asked
+        plain, digit = answer(g), 0
         if plain is None or not bool(plain.any()):
             return False
-        possible = dict.fromkeys(_places(source, N))
-        if not possible:
-            return CONSTANT
-        if place in possible:  # the likely one comes first
-            possible = {place: None} | possible
-        digit = 0
-        while base**digit < N:
+        while base**digit < N and possible:
             scaled = answer(g * factors(place, digit, g))
-            possible = {
-                x: None for x in possible if torch.equal(scaled, plain * factors(x, digit, plain))
-            }
+            possible = [
+                x for x in possible if torch.equal(scaled, plain * factors(x, digit, plain))
+            ]
             digit += 1
-    return next(iter(possible), None)
+    return possible[0] if possible else None
 
 
 # --- the rules by the names of nodes
@@ -787,7 +884,9 @@ _RULES: dict[str, Rule] = {
         " Cummin Logcumsumexp Sort SortBackward1 Topk Glu GluBackward FftC2C FftR2C FftC2R LinalgCross",
         partial(_along, "dim"),
     ),
-    **_named("Flip Roll Rot90", partial(_along, "dims")),
+    **_named("Rot90", partial(_along, "dims")),
+    **_named("Flip", _flip),
+    **_named("Roll", _roll),
     **_named("View UnsafeView ReshapeAlias", _view),
     **_named("Transpose TransposeBackward1", _transpose),
     **_named("T TBackward1", _matrix_transpose),
@@ -851,7 +950,7 @@ _RULES: dict[str, Rule] = {
     **_named("Embedding", _embedding),
     **_named("EmbeddingBag", _embedding_bag),
     **_named("Take", _table),
-    **_named("AsStrided AsStridedBackward1", _asked),
+    **_named("AsStrided AsStridedBackward1 PackPaddedSequence", _asked),
 }
 
 #: Nodes of several outputs. Of other nodes, only the first output is known to have samples.
