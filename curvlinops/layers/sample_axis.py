@@ -22,7 +22,14 @@ import torch
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge
 
-from curvlinops.support.torch_internals import input_metadata, saved, saved_axes, shape_of_output
+from curvlinops.support.torch_internals import (
+    gradients_of_inputs,
+    input_metadata,
+    is_users_function,
+    saved,
+    saved_axes,
+    shape_of_output,
+)
 
 #: A node of autograd's graph.
 Node: TypeAlias = Any
@@ -70,10 +77,17 @@ class _Assigned(NamedTuple):
     N: int
 
 
+class _OfOneSample(NamedTuple):
+    """The whole tensor belongs to a sample, as in a loop over samples."""
+
+    sample: int
+    N: int
+
+
 #: Where the samples are in a tensor.
 Place: TypeAlias = SampleAxis | _Assigned
 #: What a rule says of an input. ``None``: nothing. ``False``: it does not influence this output.
-Claim: TypeAlias = Place | Constant | None
+Claim: TypeAlias = Place | _OfOneSample | Constant | None
 RuleClaim: TypeAlias = Claim | Literal[False]
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
 #: and the position and shape of an input.
@@ -121,8 +135,11 @@ def sample_axes(
         for number, place in outputs.items():
             if isinstance(place, _Assigned):
                 place = outputs[number] = _regular(place)
-            has_samples = place is not None and place is not CONSTANT
-            rule = _rule_of(name, number) if has_samples else None
+            rule: Callable[..., RuleClaim] | None = None
+            if isinstance(place, _OfOneSample):
+                rule = partial(_of_one_sample, name, number)
+            elif place is not None and place is not CONSTANT:
+                rule = _rule_of(node, name, number)
             shape = shape_of(node, number) if rule else ()
             for position, (source, source_number) in enumerate(sources):
                 if source is None or not source.next_functions:
@@ -159,22 +176,28 @@ def _moved(place: Place, axis: int) -> Place:
     return place if axis == place.axis else place._replace(axis=axis)
 
 
-def _samples_of(place: Place, shape: Shape, device: torch.device | None = None) -> Tensor:
-    """Return the sample of each entry along the axis of the samples."""
+def _samples_of(place: Place, shape: Shape) -> Tensor:
+    """Return the sample of each entry along the axis of the samples, on the CPU."""
     if isinstance(place, _Assigned):
         return place.samples
     N = _number_of_samples(place, shape)
-    return torch.arange(shape[place.axis], device=device) // place.after % N
+    return torch.arange(shape[place.axis], device="cpu") // place.after % N
 
 
-def _regular(place: _Assigned) -> Place:
+def _only(samples: Tensor, N: int) -> _OfOneSample | None:
+    """Return the sample to which all entries belong that influence an output, if it is one."""
+    used = samples[samples >= 0].tolist()
+    return _OfOneSample(used[0], N) if len({*used}) == 1 else None
+
+
+def _regular(place: _Assigned) -> Place | _OfOneSample:
     """Return the axis of samples that says the same, if there is one."""
     length = len(place.samples)
     for regular in _places((length,), place.N):
-        samples = _samples_of(regular, (length,), place.samples.device)
+        samples = _samples_of(regular, (length,))
         if bool(((place.samples == samples) | (place.samples < 0)).all()):
             return _moved(regular, place.axis)
-    return place
+    return _only(place.samples, place.N) or place
 
 
 def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
@@ -187,22 +210,31 @@ def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
 
 def _merged(one: Claim, other: Claim) -> Claim:
     """Return what two who use a tensor say of it, if they agree."""
-    if one is other or one is None or other is None or one is CONSTANT or other is CONSTANT:
-        return one if one is other else None
+    if one is None or other is None:
+        return None
+    if one is CONSTANT or isinstance(one, _OfOneSample):
+        one, other = other, one
+    if other is CONSTANT:
+        return CONSTANT if one is CONSTANT or isinstance(one, _OfOneSample) else None
     if isinstance(one, SampleAxis) and isinstance(other, SampleAxis):
         return one if one == other else None
-    if one.axis != other.axis:
-        return None
+    if isinstance(one, _OfOneSample):  # both are
+        return one if one == other else CONSTANT
     if isinstance(one, SampleAxis):
         one, other = other, one
-    samples = _samples_of(other, (*[0] * one.axis, len(one.samples)), one.samples.device)
+    if not isinstance(one, _Assigned):
+        return None
+    if isinstance(other, _OfOneSample) or one.axis != other.axis:
+        if isinstance(other, _Assigned):
+            other = _only(other.samples, other.N)
+        same = _only(one.samples, one.N)
+        return same if same == other else None
+    samples = _samples_of(other, (*[0] * one.axis, len(one.samples)))
     if not bool(((one.samples == samples) | (one.samples < 0) | (samples < 0)).all()):
         return None
-    return (
-        other
-        if isinstance(other, SampleAxis)
-        else one._replace(samples=torch.maximum(one.samples, samples))
-    )
+    if isinstance(other, SampleAxis):
+        return other
+    return one._replace(samples=torch.maximum(one.samples, samples))
 
 
 # --- elementwise operations
@@ -361,13 +393,18 @@ def _part(axis: int, start: int, step: int, place: Place, out: Shape, source: Sh
     return _Assigned(axis, whole, N)
 
 
+def _start(value: int | None, length: int) -> int:
+    """Return where a slice starts, or which entry is selected."""
+    value = value or 0
+    value = value - 2**64 if value >= 2**63 else value
+    return max(value + length, 0) if value < 0 else value
+
+
 def _slice(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if place.axis != axis or source == out:
         return place
-    start = saved(node, "start") or 0
-    start = start - 2**64 if start >= 2**63 else start
-    start = max(start + source[axis], 0) if start < 0 else start
+    start = _start(saved(node, "start"), source[axis])
     return _part(axis, start, saved(node, "step"), place, out, source)
 
 
@@ -377,6 +414,26 @@ def _split(number: int, node: Node, place: Place, out: Shape, _: int, source: Sh
         return place
     start = sum(shape_of_output(node, k)[axis] for k in range(number))
     return _part(axis, start, 1, place, out, source)
+
+
+def _of_one_sample(
+    name: str, number: int, node: Node, place: _OfOneSample, out: Shape, _: int, source: Shape
+) -> Claim:
+    """Whatever influences the tensor of a sample belongs to it; other parts may not."""
+    if name not in _PARTS:
+        return place
+    (axis,) = saved_axes(node, "dim", len(source))
+    length = out[axis] if len(out) == len(source) else 1
+    samples = torch.full((length,), place.sample, device="cpu")
+    only = (*out[:axis], length)
+    if name == "SelectBackward0":
+        number = _start(saved(node, "index"), source[axis])
+    elif name == "SliceBackward0":
+        start, step = _start(saved(node, "start"), source[axis]), saved(node, "step")
+        return _part(axis, start, step, _Assigned(axis, samples, place.N), only, source)
+    elif name != "UnbindBackward0":
+        number = sum(shape_of_output(node, k)[axis] for k in range(number))
+    return _part(axis, number, 1, _Assigned(axis, samples, place.N), only, source)
 
 
 def _flip(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
@@ -416,8 +473,12 @@ def _cat(node: Node, place: Place, out: Shape, position: int, source: Shape) -> 
     return _Assigned(axis, _samples_of(place, out)[start : start + length], N)
 
 
-def _stack(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    return _with(*saved_axes(node, "dim", len(out)), place, out, source)
+def _stack(node: Node, place: Place, out: Shape, position: int, source: Shape) -> RuleClaim:
+    (axis,) = saved_axes(node, "dim", len(out))
+    if place.axis != axis:
+        return _with(axis, place, out, source)
+    sample = int(_samples_of(place, out)[position])
+    return sample >= 0 and _OfOneSample(sample, _number_of_samples(place, out))
 
 
 # --- products
@@ -652,6 +713,7 @@ def _indexed(node: Node, shape: Shape) -> _Indexed | None:
     tensors: dict[int, Tensor] = {}
     axis = 0
     for index in saved(node, "indices"):
+        index = None if index is None else index.cpu()
         if index is None:
             axis += 1
         elif index.dtype in (torch.bool, torch.uint8):
@@ -679,13 +741,14 @@ def _index(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim
     if not first <= place.axis < last:
         axis = indexed.free[place.axis - (len(indexed.block) if place.axis >= last else 0)]
         return _moved(place, axis) if source[axis] == out[place.axis] else None
-    samples, claims = _samples_of(place, out, next(iter(indexed.tensors.values())).device), []
+    samples, claims = _samples_of(place, out), []
     samples = _along_axis(samples, place.axis - first, indexed.block)
     for axis, index in indexed.tensors.items():
         claim = _read(index.expand(indexed.block), axis, samples, source, N)
         claims += [] if claim is None else [_regular(claim)]
     # several axes may tell the samples apart by chance
-    return next((x for x in claims if isinstance(x, SampleAxis)), (*claims, CONSTANT)[0])
+    regular = [x for x in claims if isinstance(x, SampleAxis)]
+    return [*regular, *claims, CONSTANT][0]
 
 
 def _index_put(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
@@ -702,7 +765,7 @@ def _index_put(node: Node, place: Place, out: Shape, position: int, source: Shap
         return _broadcast(_moved(place, indexed.axis_of(place.axis)), result, source)
     index = indexed.tensors[place.axis].expand(indexed.block)
     index = torch.where(index < 0, index + out[place.axis], index)
-    block = _written(_samples_of(place, out, index.device)[index.long()], indexed.block, N)
+    block = _written(_samples_of(place, out)[index.long()], indexed.block, N)
     if block is None:
         return None
     return _broadcast(_moved(block, indexed.start + block.axis), result, source)
@@ -712,8 +775,8 @@ def _index_select(node: Node, place: Place, out: Shape, _: int, source: Shape) -
     (axis,) = saved_axes(node, "dim", len(source))
     if place.axis != axis:
         return place
-    index, N = saved(node, "index"), _number_of_samples(place, out)
-    samples = _samples_of(place, out, index.device)
+    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
+    samples = _samples_of(place, out)
     return _read(index.reshape(-1), axis, samples, source, N) or CONSTANT
 
 
@@ -721,18 +784,18 @@ def _index_add(node: Node, place: Place, out: Shape, position: int, source: Shap
     (axis,) = saved_axes(node, "dim", len(out))
     if position == 0 or (place.axis != axis and len(source) == len(out)):
         return place
-    index, N = saved(node, "index"), _number_of_samples(place, out)
+    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
     if len(source) != len(out):
         return None
-    return _Assigned(axis, _samples_of(place, out, index.device)[index.reshape(-1).long()], N)
+    return _Assigned(axis, _samples_of(place, out)[index.reshape(-1).long()], N)
 
 
 def _gather(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     (axis,) = saved_axes(node, "dim", len(out))
     if place.axis != axis:
         return place if source[place.axis] == out[place.axis] else None
-    index, N = saved(node, "index"), _number_of_samples(place, out)
-    samples = _along_axis(_samples_of(place, out, index.device), axis, out)
+    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
+    samples = _along_axis(_samples_of(place, out), axis, out)
     return _read(index, axis, samples, source, N) or CONSTANT
 
 
@@ -742,8 +805,8 @@ def _scatter(node: Node, place: Place, out: Shape, position: int, source: Shape)
         return place
     if place.axis != axis:
         return place if source[place.axis] == out[place.axis] else None
-    index, N = saved(node, "index"), _number_of_samples(place, out)
-    return _written(_samples_of(place, out, index.device)[index], source, N)
+    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
+    return _written(_samples_of(place, out)[index], source, N)
 
 
 def _embedding(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
@@ -753,10 +816,10 @@ def _embedding(node: Node, place: Place, out: Shape, _: int, source: Shape) -> C
 def _embedding_bag(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
     if position == 0:
         return place if place.axis == 1 else CONSTANT
-    bags, N = saved(node, "result1"), _number_of_samples(place, out)
+    bags, N = saved(node, "result1").cpu(), _number_of_samples(place, out)
     if place.axis == 1 or tuple(bags.shape) != source:
         return None
-    return _written(_samples_of(place, out, bags.device)[bags], source, N)
+    return _written(_samples_of(place, out)[bags], source, N)
 
 
 def _table(*_: Any) -> Claim:
@@ -782,28 +845,25 @@ def _asked(node: Node, place: Place, out: Shape, position: int, source: Shape) -
         return CONSTANT
     generator = torch.Generator(metadata.device).manual_seed(0)
     g = torch.rand(out, generator=generator, device=metadata.device).add_(1).to(metadata.dtype)
-    base = 8 if g.dtype.itemsize < 4 else 64
-
-    def answer(g: Tensor) -> Tensor | None:
-        found = node(g)
-        return found[position] if isinstance(found, tuple) else found
+    base = 8 if g.dtype.itemsize < 4 else 32
 
     def factors(place: Place, digit: int, like: Tensor) -> Tensor:
-        n = _samples_of(place, tuple(like.shape), like.device)
+        n = _samples_of(place, tuple(like.shape))
         factors = torch.ones_like(n, dtype=g.real.dtype).ldexp(n // base**digit % base)
-        return _along_axis(factors * (n >= 0), place.axis, like.shape)
+        return _along_axis((factors * (n >= 0)).to(like.device), place.axis, like.shape)
 
-    with torch.no_grad():
-        g = g * (factors(place, 0, g) > 0)  # of entries without influence, nothing is asked
-        plain, digit = answer(g), 0
-        if plain is None or not bool(plain.any()):
-            return False
-        while base**digit < N and possible:
-            scaled = answer(g * factors(place, digit, g))
-            possible = [
-                x for x in possible if torch.equal(scaled, plain * factors(x, digit, plain))
-            ]
-            digit += 1
+    g *= factors(place, 0, g) > 0  # of entries without influence, nothing is asked
+    plain, digit = gradients_of_inputs(node, g)[position], 0
+    if plain is None or not bool(plain.any()):
+        return False
+    while base**digit < N and possible:
+        scaled = gradients_of_inputs(node, g * factors(place, digit, g))[position]
+        possible = [
+            x
+            for x in possible
+            if scaled is not None and torch.equal(scaled, plain * factors(x, digit, plain))
+        ]
+        digit += 1
     return possible[0] if possible else None
 
 
@@ -953,6 +1013,8 @@ _RULES: dict[str, Rule] = {
     **_named("AsStrided AsStridedBackward1 PackPaddedSequence", _asked),
 }
 
+#: Nodes whose output is a part of the input along an axis.
+_PARTS = _named(f"{_SPLITS} Select Slice Unbind", _table).keys()
 #: Nodes of several outputs. Of other nodes, only the first output is known to have samples.
 _SEVERAL = _named(
     f"{_SPLITS} Aminmax LinalgEigh LinalgQr LinalgSlogdet LinalgSvd PreluKernelBackward StdMean"
@@ -962,10 +1024,12 @@ _SEVERAL = _named(
 _STARTING = _named(_SPLITS, _table).keys()
 
 
-def _rule_of(name: str, number: int) -> Rule | None:
+def _rule_of(node: Node, name: str, number: int) -> Rule | None:
     """Return the rule of a node for one of its outputs."""
     if number == 0:
-        return _RULES.get(name)
+        rule = _RULES.get(name)
+        is_asked = rule is None and is_users_function(node) and len(node._input_metadata) == 1
+        return _asked if is_asked else rule
     if name in _STARTING:
         return partial(_split, number)
     return _RULES[name] if name in _SEVERAL else None

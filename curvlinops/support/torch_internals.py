@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 
 
@@ -315,3 +316,34 @@ def saved_axes(node: Any, name: str, ndim: int) -> tuple[int, ...]:
     axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
     # nodes say -1 as 2 ** 64 - 1
     return tuple((x - 2**64 if x >= 2**63 else x) % max(ndim, 1) for x in axes)
+
+
+def is_users_function(node: Any) -> bool:
+    """Return whether a node is a ``torch.autograd.Function`` that PyTorch does not use itself."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    module = function_of(node).__module__
+    return not module.startswith("torch.") or module.startswith("torch._library.")
+
+
+def gradients_of_inputs(node: Any, gradient: Tensor) -> list[Tensor | None]:
+    """Let a node compute the gradients of its inputs, by position in ``next_functions``.
+
+    Args:
+        node: A node with a single output.
+        gradient: The gradient of its output.
+    """
+    with torch.no_grad():
+        if not isinstance(node, BackwardCFunction):
+            found = node(gradient)
+            return list(found) if isinstance(found, tuple) else [found]
+        try:
+            found = node.apply(gradient)
+        except Exception as error:  # the user's code was not written for being called like this
+            raise RuntimeError(f"{node.name()} failed") from error
+        found = found if isinstance(found, tuple) else (found,)
+        # the user's function also returns something for arguments that are no tensors
+        needed = (
+            x for x, is_needed in zip(found, node.needs_input_grad, strict=False) if is_needed
+        )
+        return [None if source is None else next(needed, None) for source, _ in node.next_functions]
