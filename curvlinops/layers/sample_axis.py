@@ -396,7 +396,6 @@ def _part(axis: int, start: int, step: int, place: Place, out: Shape, source: Sh
 def _start(value: int | None, length: int) -> int:
     """Return where a slice starts, or which entry is selected."""
     value = value or 0
-    value = value - 2**64 if value >= 2**63 else value
     return max(value + length, 0) if value < 0 else value
 
 
@@ -633,11 +632,11 @@ def _batch_norm_backward(
 
 def _convolution_backward(
     node: Node, place: Place, out: Shape, position: int, source: Shape
-) -> RuleClaim:
+) -> Claim:
     """The gradient of the input, from gradient, input, weight."""
     if place.axis != 0:
         return None
-    return (place, False, CONSTANT)[position]
+    return place if position < 2 else CONSTANT
 
 
 def _cell(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
@@ -876,55 +875,64 @@ def _named(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 _ELEMENTWISE = """
-    Abs Acos Acosh Alias Angle Asin Asinh Atan Atanh Bernoulli Ceil Celu Clamp ClampMax ClampMin Clone
-    Conj ConjPhysical Cos Cosh Deg2Rad Digamma Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor Frac FusedDropout
-    Gelu Hardshrink Hardsigmoid Hardswish Hardtanh I0 IndexFill LazyClone LeakyRelu Lgamma Lift LiftFresh
-    Log Log10 Log1P Log2 LogSigmoid Logit Mish Mvlgamma NanToNum NativeDropout Neg NegView PinMemory
-    Polygamma Rad2Deg Reciprocal Relu Round RoundBackward1 RreluWithNoise Rsqrt Sgn Sigmoid Sign Silu Sin
-    Sinc Sinh Softplus Softshrink SpecialEntr SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr
-    SpecialNdtri Sqrt Tan Tanh Threshold ToCopy Tril Triu Trunc
+    Abs Acos Acosh Alias Angle Asin Asinh Atan Atanh Bernoulli Ceil Celu Clamp ClampMax ClampMin
+    Clone Conj ConjPhysical Cos Cosh Deg2Rad Digamma Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor
+    Frac FusedDropout Gelu Hardshrink Hardsigmoid Hardswish Hardtanh I0 IndexFill LazyClone
+    LeakyRelu Lgamma Lift LiftFresh Log Log10 Log1P Log2 LogSigmoid Logit Mish Mvlgamma NanToNum
+    NativeDropout Neg NegView PinMemory Polygamma Rad2Deg Reciprocal Relu Round RoundBackward1
+    RreluWithNoise Rsqrt Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialEntr
+    SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri Sqrt Tan Tanh
+    Threshold ToCopy Tril Triu Trunc
 
     Add AddBackward1 Addcdiv Addcmul Atan2 CeluBackward1 ClampBackward1 ClampMaxBackward1
-    ClampMinBackward1 Complex Copysign CopysignBackward1 Div DivBackward1 DivBackward2 DivBackward3
-    EluBackward1 Fmax Fmin Fmod FmodBackward1 Hypot Igamma Igammac Ldexp LeakyReluBackward1 Lerp
-    LerpBackward1 Logaddexp Logaddexp2 MaskedFill MaskedFillBackward1 Maximum Minimum Mul MulBackward1
-    Nextafter Polar Pow PowBackward0 PowBackward1 PowBackward2 PreluKernel Remainder RemainderBackward1
-    Rsub RsubBackward1 SpecialXlog1Py SpecialXlog1PyBackward1 SpecialXlog1PyBackward2 SpecialZeta
-    SpecialZetaBackward1 SpecialZetaBackward2 Sub SubBackward1 ThresholdBackward1 Where Xlogy
-    XlogyBackward1 XlogyBackward2
+    ClampMinBackward1 Complex Copysign CopysignBackward1 Div DivBackward1 DivBackward2
+    DivBackward3 EluBackward1 Fmax Fmin Fmod FmodBackward1 Hypot Igamma Igammac Ldexp
+    LeakyReluBackward1 Lerp LerpBackward1 Logaddexp Logaddexp2 MaskedFill MaskedFillBackward1
+    Maximum Minimum Mul MulBackward1 Nextafter Polar Pow PowBackward0 PowBackward1 PowBackward2
+    PreluKernel Remainder RemainderBackward1 Rsub RsubBackward1 SpecialXlog1Py
+    SpecialXlog1PyBackward1 SpecialXlog1PyBackward2 SpecialZeta SpecialZetaBackward1
+    SpecialZetaBackward2 Sub SubBackward1 ThresholdBackward1 Where Xlogy XlogyBackward1
+    XlogyBackward2
 
-    BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss SmoothL1Loss SoftMarginLoss
+    BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss SmoothL1Loss
+    SoftMarginLoss
 
     BinaryCrossEntropyBackward EluBackward GeluBackward HardshrinkBackward HardswishBackward
     HardtanhBackward HuberLossBackward LeakyReluBackward LogSigmoidBackward MseLossBackward
-    NativeDropoutBackward PreluKernelBackward RreluWithNoiseBackward SigmoidBackward SmoothL1LossBackward
-    SoftMarginLossBackward SoftplusBackward SoftshrinkBackward TanhBackward ThresholdBackward
+    NativeDropoutBackward PreluKernelBackward RreluWithNoiseBackward SigmoidBackward
+    SmoothL1LossBackward SoftMarginLossBackward SoftplusBackward SoftshrinkBackward TanhBackward
+    ThresholdBackward
 """
+#: The last axes of the input interact, as many as the number says.
 _TRAILING = {
     0: "ViewAsReal",
-    1: "NllLoss ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D ViewAsComplex"
-    " UpsampleNearestExact1D",
-    2: "AdaptiveAvgPool2D AdaptiveMaxPool2D AffineGridGenerator AvgPool2D Col2Im CudnnAffineGridGenerator"
-    " FractionalMaxPool2D MaxPool2D MaxPool2DWithIndices MaxUnpool2D MkldnnAdaptiveAvgPool2D"
-    " MkldnnMaxPool2D ReflectionPad2D ReplicationPad2D UpsampleBicubic2D UpsampleBicubic2DAa"
-    " UpsampleBilinear2D UpsampleBilinear2DAa UpsampleNearest2D UpsampleNearestExact2D"
-    " Cholesky CholeskyInverse CholeskySolve LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx"
-    " LinalgMatrixExp LinalgPinv LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular LinalgSvd"
-    " TriangularSolve",
-    3: "AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D Im2Col MaxPool3DWithIndices"
-    " MaxUnpool3D NllLoss2D PixelShuffle PixelUnshuffle ReflectionPad3D ReplicationPad3D"
-    " UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D",
+    1: "NllLoss ViewAsComplex",
+    2: """
+        AffineGridGenerator Cholesky CholeskyInverse CholeskySolve Col2Im
+        CudnnAffineGridGenerator LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx
+        LinalgMatrixExp LinalgPinv LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular
+        LinalgSvd MaxUnpool2D MkldnnAdaptiveAvgPool2D MkldnnMaxPool2D TriangularSolve
+    """,
+    3: "Im2Col MaxUnpool3D NllLoss2D PixelShuffle PixelUnshuffle",
 }
-#: Of these, the gradients are nodes, too.
-_POOLS = """
-    ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D UpsampleNearestExact1D
-    AdaptiveAvgPool2D AdaptiveMaxPool2D AvgPool2D FractionalMaxPool2D MaxPool2D MaxPool2DWithIndices
-    ReflectionPad2D ReplicationPad2D UpsampleBicubic2D UpsampleBicubic2DAa UpsampleBilinear2D
-    UpsampleBilinear2DAa UpsampleNearest2D UpsampleNearestExact2D
-    AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D MaxPool3DWithIndices
-    ReflectionPad3D ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D UpsampleTrilinear3D
-"""
-
+#: Likewise; the gradients of these are nodes, too.
+_POOLS = {
+    1: """
+        ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D
+        UpsampleNearestExact1D
+    """,
+    2: """
+        AdaptiveAvgPool2D AdaptiveMaxPool2D AvgPool2D FractionalMaxPool2D MaxPool2D
+        MaxPool2DWithIndices ReflectionPad2D ReplicationPad2D UpsampleBicubic2D
+        UpsampleBicubic2DAa UpsampleBilinear2D UpsampleBilinear2DAa UpsampleNearest2D
+        UpsampleNearestExact2D
+    """,
+    3: """
+        AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D MaxPool3DWithIndices
+        ReflectionPad3D ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D
+        UpsampleTrilinear3D
+    """,
+}
 _SPLITS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes"
 _RULES: dict[str, Rule] = {
     "CopyBackwards": _elementwise,
@@ -932,16 +940,20 @@ _RULES: dict[str, Rule] = {
     **_named(_ELEMENTWISE, _elementwise),
     **{
         name: rule
-        for number, names in _TRAILING.items()
-        for rule in [partial(_trailing, number)]
-        for name in [
-            *_named(names, rule),
-            *_named(" ".join(f"{x}Backward" for x in names.split() if x in _POOLS.split()), rule),
-        ]
+        for table in (_TRAILING, _POOLS)
+        for number, names in table.items()
+        for name, rule in _named(names, partial(_trailing, number)).items()
+    },
+    **{
+        name: rule
+        for number, names in _POOLS.items()
+        for kind in names.split()
+        for name, rule in _named(f"{kind}Backward", partial(_trailing, number)).items()
     },
     **_named(
-        "Softmax SafeSoftmax LogSoftmax SoftmaxBackwardData LogSoftmaxBackwardData Cumsum Cumprod Cummax"
-        " Cummin Logcumsumexp Sort SortBackward1 Topk Glu GluBackward FftC2C FftR2C FftC2R LinalgCross",
+        "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C Glu GluBackward LinalgCross Logcumsumexp"
+        " LogSoftmax LogSoftmaxBackwardData SafeSoftmax Softmax SoftmaxBackwardData Sort"
+        " SortBackward1 Topk",
         partial(_along, "dim"),
     ),
     **_named("Rot90", partial(_along, "dims")),
@@ -955,9 +967,9 @@ _RULES: dict[str, Rule] = {
     **_named(" ".join(f"SqueezeBackward{k}" for k in range(6)), _squeeze),
     **_named("Select Unbind", _select),
     **_named(
-        "SumBackward1 MeanBackward1 Amax Amin Aminmax Max Min MedianBackward1 NanmedianBackward1 Mode"
-        " Kthvalue Nansum Logsumexp LinalgVectorNorm NormBackward1 NormBackward3 ProdBackward1 Var Std"
-        " VarMean StdMean",
+        "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1"
+        " Min Mode NanmedianBackward1 Nansum NormBackward1 NormBackward3 ProdBackward1 Std"
+        " StdMean SumBackward1 Var VarMean",
         _reduce,
     ),
     **_named("Diagonal", _diagonal),
@@ -1017,8 +1029,8 @@ _RULES: dict[str, Rule] = {
 _PARTS = _named(f"{_SPLITS} Select Slice Unbind", _table).keys()
 #: Nodes of several outputs. Of other nodes, only the first output is known to have samples.
 _SEVERAL = _named(
-    f"{_SPLITS} Aminmax LinalgEigh LinalgQr LinalgSlogdet LinalgSvd PreluKernelBackward StdMean"
-    " ThnnFusedLstmCell Unbind VarMean",
+    f"{_SPLITS} Aminmax FusedRmsNorm LinalgEigh LinalgQr LinalgSlogdet LinalgSvd NativeGroupNorm"
+    " NativeLayerNorm PreluKernelBackward StdMean ThnnFusedLstmCell Unbind VarMean",
     _table,
 ).keys()
 _STARTING = _named(_SPLITS, _table).keys()

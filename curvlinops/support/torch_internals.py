@@ -307,15 +307,23 @@ def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
 
 def saved(node: Any, name: str) -> Any:
     """Return an argument or a tensor that a node has saved for its backward pass."""
-    return getattr(node, f"_saved_{name}")
+    value = getattr(node, f"_saved_{name}")
+    if isinstance(value, int):
+        return _signed(value)
+    is_list = isinstance(value, tuple) and all(isinstance(x, int) for x in value)
+    return tuple(map(_signed, value)) if is_list else value
+
+
+def _signed(value: int) -> int:
+    """Nodes say -1 as 2 ** 64 - 1."""
+    return value - 2**64 if value >= 2**63 else value
 
 
 def saved_axes(node: Any, name: str, ndim: int) -> tuple[int, ...]:
     """Return a saved axis, or several, of a tensor with ``ndim`` axes. No axes: all of them."""
-    axes = getattr(node, f"_saved_{name}")
+    axes = saved(node, name)
     axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
-    # nodes say -1 as 2 ** 64 - 1
-    return tuple((x - 2**64 if x >= 2**63 else x) % max(ndim, 1) for x in axes)
+    return tuple(x % max(ndim, 1) for x in axes)
 
 
 def is_users_function(node: Any) -> bool:
