@@ -7,9 +7,9 @@ an input, if they are at a given place in the output. Nothing else is believed: 
 is unknown, and so is everything that reaches the output through it.
 
 The rules hold for the numbers of the batch whose graph it is. Most need shapes and saved arguments
-alone. Rows that are read or written at indices are followed by these indices. Nodes of assignments
-to parts of a tensor do not say which parts: they are called with gradients that differ between the
-samples, and must return gradients that differ likewise.
+alone. Rows that are read or written at indices are followed by these indices. Assignments to parts
+of a tensor do not say which parts, nor do functions of the user: their nodes are called with
+gradients that differ between the samples, and must return gradients that differ likewise.
 """
 
 import re
