@@ -1,6 +1,6 @@
 """Reads operators and matrices of any kind as one kind of object for all algorithms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -148,6 +148,7 @@ class ForeignLinearOperator(TorchLinearOperator):
         device: The device of products.
         multiply: Multiplies ``[columns, K]`` by the matrix.
         multiply_adjoint: Multiplies ``[rows, K]`` by its transpose.
+        operands: The operators of this package that it multiplies with.
     """
 
     def __init__(
@@ -157,11 +158,16 @@ class ForeignLinearOperator(TorchLinearOperator):
         device: torch.device,
         multiply: Product,
         multiply_adjoint: Product,
+        operands: tuple[TorchLinearOperator, ...] = (),
     ):
         rows, columns = shape
+        self._own_operands = operands
         self._multiply, self._multiply_adjoint = multiply, multiply_adjoint
         domain = ParameterSpace.flat(columns, dtype, device)
         super().__init__(domain, ParameterSpace.flat(rows, dtype, device))
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return self._own_operands
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": self._multiply(columns[""].T).T}
@@ -190,7 +196,18 @@ def _wrap_scipy(A: Any) -> TorchLinearOperator:
     narrow = np.issubdtype(dtype, np.floating) and dtype.itemsize < 8
     torch_dtype = torch.float32 if narrow else torch.float64
     products = (partial(_multiply_numpy, A, adjoint, torch_dtype) for adjoint in (False, True))
-    return ForeignLinearOperator(A.shape, torch_dtype, torch.device("cpu"), *products)
+    operands = tuple(operators_in(A))
+    return ForeignLinearOperator(A.shape, torch_dtype, torch.device("cpu"), *products, operands)
+
+
+def operators_in(A: Any) -> Iterator[TorchLinearOperator]:
+    """Yield the operators of this package in SciPy's sums, products and multiples."""
+    stack = [A]
+    while stack:
+        if isinstance(A := stack.pop(), TorchLinearOperator):
+            yield A
+        elif isinstance(A, LinearOperator):
+            stack += getattr(A, "args", ())
 
 
 def _multiply_numpy(A: Any, adjoint: bool, dtype: torch.dtype, X: Tensor) -> Tensor:

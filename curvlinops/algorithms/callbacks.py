@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -59,6 +60,5 @@ def stops(
     group = operator._group
     if group is None or group.size() == 1:
         return answer()
-    with sending_errors(lambda failure: gather_objects(failure, group)):
-        own = answer()
-    return any(gather_objects(own, group))
+    with sending_errors(partial(gather_objects, group=group)):
+        return any(gather_objects(answer(), group))

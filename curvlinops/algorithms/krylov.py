@@ -201,7 +201,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
         """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""
-        with solver(type(self).__name__, self):
+        with solver(type(self).__name__, self, callback=self._callback):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = self.domain.norms(B)

@@ -110,7 +110,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def _sum(self, rows: Tensor, step: Product) -> Tensor:
         """Return ``scale * sum_k (I - scale * step)^k rows``, for rows ``[K, D]``."""
-        with solver(type(self).__name__, self):
+        with solver(type(self).__name__, self, callback=self._callback):
             term = total = self.scale * rows
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):

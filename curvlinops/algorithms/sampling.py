@@ -121,7 +121,7 @@ class Sampler:
         if rtol is not None and not 0 < rtol < 1:
             raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
         self.matrix, self.distribution, self.dim = matrix, distribution, matrix.shape[1]
-        self.rtol, self.return_error, self._callback = rtol, return_error, callback
+        self.rtol, self.return_error, self.callback = rtol, return_error, callback
         if chunk_size is None:
             chunk_size = max(_BLOCK // max(held * self.dim * matrix.dtype.itemsize, 1), 1)
         self.chunk_size = check_count("chunk_size", chunk_size)
@@ -178,7 +178,7 @@ class Sampler:
         """
         products = self.matrix.num_products
         state = partial(Iteration, iteration=iteration, num_products=products, values=values)
-        return stops(self._callback, self.matrix.operator, state)
+        return stops(self.callback, self.matrix.operator, state)
 
     def mean(
         self, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]

@@ -1,12 +1,14 @@
 """What a solver or an estimator runs in: linearized operators, and one progress bar."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.algorithms.as_operator import operators_in
+from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized
 from curvlinops.support.arguments import with_known_keywords
+from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -15,16 +17,21 @@ R = TypeVar("R")
 
 
 @contextmanager
-def solver(name: str, *operators: TorchLinearOperator) -> Iterator[None]:
+def solver(name: str, *operators: TorchLinearOperator, callback: Any = None) -> Iterator[None]:
     """Linearize operators, and show one bar for all products.
+
+    An error in one of the processes that multiply together is raised in all, unless they have parts
+    of vectors: then they communicate between products, too.
 
     Args:
         name: The name of the solver.
         *operators: The operators that it multiplies with.
+        callback: The user's callback.
     """
-    with solver_bar(name), ExitStack() as stack:
-        for operator in operators:
-            stack.enter_context(operator.linearized())
+    are_whole = not any(operator.domain.is_sharded for operator in operators)
+    group = largest_group(operator._group for operator in operators if are_whole)
+    linearized = all_linearized(*operators, runs_callback=callback is not None)
+    with solver_bar(name), raised_in_all(group), linearized:
         yield
 
 
@@ -39,7 +46,8 @@ def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [*args, *kwargs.values()]
-            with solver(name, *(x for x in given if isinstance(x, TorchLinearOperator))):
+            operators = (operator for x in given for operator in operators_in(x))
+            with solver(name, *operators, callback=kwargs.get("callback")):
                 return function(*args, **kwargs)
 
         return in_default_modes(run)

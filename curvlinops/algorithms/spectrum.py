@@ -103,7 +103,7 @@ class _LanczosRuns(KnownKeywords):
         if not 0 <= margin < inf:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         name = "approximate_log_spectrum" if self._is_log else "approximate_spectrum"
-        with solver(name, self._matrix.operator):
+        with solver(name, self._matrix.operator, callback=self._sampler.callback):
             rules = self._runs(num_repeats)
             low, high = self._ends(rules)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0

@@ -60,32 +60,85 @@ def vjp(
             else canonical(cotangents[name].to(outputs[name].dtype))
             for name in names
         ]
-    # torch.autograd.grad would suspend the evaluation's rewriting, in which checkpoints recompute
-    grads = run_backward(
-        tuple(outputs[name] for name in names),
-        tuple(weights),
-        retain or create_graph,
-        create_graph,
-        tuple(inputs.values()),
-        allow_unreachable=True,
-        accumulate_grad=False,
+    starts = tuple(outputs[name] for name in names)
+    grads = _run(
+        starts, tuple(weights), tuple(inputs.values()), retain or create_graph, create_graph
     )
     return dict(zip(inputs, grads, strict=True))
 
 
-def gradient_behind(edge: GradientEdge, cotangent: Tensor, leaf: Tensor) -> Tensor | None:
-    """Return the gradient w.r.t. a leaf, given what passes an edge; ``None`` if that is zero.
+#: What PyTorch says of a second pass through layers under selective activation checkpointing.
+_SELECTIVE = "under selective activation checkpoint"
+
+
+def _run(
+    starts: tuple[Any, ...],
+    cotangents: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
+    retain: bool,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Run a backward pass; ``torch.autograd.grad`` would suspend the evaluation's rewriting.
+
+    In that, checkpoints recompute the forward pass.
+    """
+    with without_selective_checkpoints():
+        return run_backward(
+            starts,
+            cotangents,
+            retain,
+            create_graph,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+
+
+@contextmanager
+def without_selective_checkpoints() -> Iterator[None]:
+    """Refuse layers under selective activation checkpointing that are computed again twice.
+
+    Raises:
+        NoDerivativeError: In place of PyTorch's error, with what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _SELECTIVE not in str(error):
+            raise
+        raise NoDerivativeError(
+            "Layers under selective activation checkpointing can be differentiated once, but this "
+            "needs several backward passes, or what their layers have saved. Take plain activation "
+            "checkpointing for them, torch.utils.checkpoint.checkpoint(..., use_reentrant=False) "
+            "without context_fn, or none."
+        ) from error
+
+
+def edge_vjp(edge: GradientEdge, cotangents: Tensor, target: GradientEdge) -> Tensor:
+    """Return what passes an edge of a graph, given what passes another one. The graph is kept.
 
     Args:
-        edge: The edge of the graph. The graph is kept.
-        cotangent: Its gradient, perhaps in another shape.
-        leaf: The leaf.
+        edge: The edge nearer to the output.
+        cotangents: Its gradients, ``[K, *]``.
+        target: The edge nearer to the leaves, such as a leaf.
+
+    Returns:
+        Gradients ``[K, *target]``.
     """
-    with without_torch_function():  # an evaluation watches what the model calls
-        shape = input_metadata(edge.node, edge.output_nr).shape
-        cotangents = (canonical(cotangent.reshape(shape)),)
-    options = {"allow_unreachable": True, "accumulate_grad": False}
-    return run_backward((edge,), cotangents, True, False, (leaf,), **options)[0]
+
+    def product(cotangent: Tensor) -> Tensor:
+        with without_torch_function():  # an evaluation watches what the model calls
+            cotangent = canonical(cotangent)
+        found = _run((edge,), (cotangent,), (target,), retain=True)[0]
+        with without_torch_function():
+            if found is None:
+                like = input_metadata(target.node, target.output_nr)
+                found = cotangent.new_zeros(tuple(like.shape), dtype=like.dtype)
+            return found.detach()
+
+    if len(cotangents) == 1:
+        return product(cotangents[0]).unsqueeze(0)
+    return torch.func.vmap(product)(cotangents)
 
 
 def canonical(cotangent: Tensor) -> Tensor:
@@ -205,6 +258,7 @@ def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
 def in_chunks(
     product: Callable[..., Columns],
     size: int | None,
+    tensors: tuple[Tensor, ...] = (),
     shards: Shards | None = None,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
@@ -213,7 +267,8 @@ def in_chunks(
         product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
             not support that, columns are taken one by one.
         size: The number of columns at once. It is halved while the memory is too small. Default: as
-            many as have ``_BUDGETS`` bytes with the tensors in the product's closure.
+            many as have ``_BUDGETS`` bytes, if each needs what ``tensors`` and their graphs do.
+        tensors: What the product keeps, see ``Linear``.
         shards: The parameters that are sharded, if any is differentiated.
 
     Returns:
@@ -233,7 +288,7 @@ def in_chunks(
         num_columns, start = some.shape[0], 0
         if num_columns > 1 and size is None:
             budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
-            size = max(budget // max(footprint(product), 1), 1)
+            size = max(budget // max(footprint(tensors), 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start

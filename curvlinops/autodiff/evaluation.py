@@ -1,7 +1,8 @@
 """The one context in which every forward pass and every backward pass runs."""
 
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import filterfalse
 from operator import is_not
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
-from curvlinops.autodiff.parameters import with_attributes
+from curvlinops.autodiff.overrides.writes import Protected
+from curvlinops.autodiff.parameters import with_attributes, without_history
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
@@ -54,12 +56,21 @@ class Evaluation:
             that is differentiated again; ``"forward"`` for forward mode. The last two take the
             math kernel of attention, since the fused kernels lack derivatives. Its memory is
             quadratic in the sequence length.
+        others: Modules of the loss, to whose parameters no call may write either.
     """
 
-    def __init__(self, model: Model, values: Mapping[str, Tensor], differentiation: str):
+    def __init__(
+        self,
+        model: Model,
+        values: Mapping[str, Tensor],
+        differentiation: str,
+        others: Sequence[nn.Module] = (),
+    ):
         self._model, self._values = model, values
         self._differentiation = differentiation
         self._modules: IsolatedModules | None = None
+        source_of = None if model.shards is None else model.shards.source_of
+        self._protected = Protected([*model.roots, *others], model.params, source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -81,25 +92,36 @@ class Evaluation:
             self._modules.active(),
             nullcontext() if model.shards is None else model.shards.saved_by_number(),
             uncached_parametrizations(),
-            without_compiler(),
-            overrides.active(self._differentiation, bool(model.sharded)),
+            overrides.active(self._differentiation, self._protected, bool(model.sharded)),
         ):
             yield
 
-    def of_graph(self, outputs: Iterable[Tensor | None]) -> Callable[[], AbstractContextManager]:
+    @property
+    def copies(self) -> tuple[Tensor, ...]:
+        """The copies of buffers that the context keeps in memory."""
+        return () if self._modules is None else self._modules.copies
+
+    def of_graph(
+        self, outputs: Iterable[Tensor], always: bool = False
+    ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes through the graphs of some outputs.
 
-        It is ``active``, or nothing if they run none of the user's code.
+        It is ``active`` if these run the user's code, or always if that is wanted; else nothing.
+
+        Returns:
+            The context, and the tensors that it keeps in memory.
         """
-        nodes = graph_nodes(*(x for x in outputs if x is not None))
-        runs_code = not self._model.substitutable or any(map(runs_python, nodes))
-        return self.active if runs_code else nullcontext
+        always = always or not self._model.substitutable
+        if always or any(map(runs_python, graph_nodes(*outputs))):
+            return self.active, self.copies
+        return nullcontext, ()
 
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only.
 
         Raises:
             TypeError: If it fails, and takes other arguments, or the entries of X as keywords.
+            ValueError: If it writes to a parameter.
         """
         try:
             return self._model(self._values, copy_containers(X))
@@ -115,6 +137,20 @@ class Evaluation:
             raise
 
 
+def plain_output(model: Model, X: Any) -> Any:
+    """Evaluate the model in the ways that PyTorch chooses in the user's own call, undoing writes.
+
+    So parameters have the flags ``requires_grad`` that the user gave them; no call is replaced.
+    """
+    values = {name: without_history(x) for name, x in model.params.items()}
+    for name, x in values.items():
+        x.requires_grad_(model.params[name].requires_grad)
+    modules = IsolatedModules(model.roots, model.replacements(values, with_constants=False))
+    with torch.enable_grad(), modules.active(), without_compiler(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are a prototype
+        return model(values, copy_containers(X))
+
+
 class IsolatedModules:
     """Modules that compute with other tensors in a context, which undoes all that they write.
 
@@ -122,7 +158,7 @@ class IsolatedModules:
     of lists, dictionaries and sets that are attributes. Buffers are copies. Backward hooks, which
     observe the user's own backward passes, are gone, and hooks of ``fully_shard``. What was written
     in the first context is there again in each later one, since the backward pass may recompute the
-    forward pass.
+    forward pass. Compiled modules run uncompiled.
 
     Args:
         roots: The modules; their children are included.
@@ -131,6 +167,9 @@ class IsolatedModules:
             this very pass, are used themselves, not as copies without a graph.
         shards: The parameters that are gathered when the modules read them.
         leaves: What gets the gradients of some of these, see ``Shards.read``.
+
+    Attributes:
+        copies: The copies of buffers.
     """
 
     def __init__(
@@ -144,7 +183,7 @@ class IsolatedModules:
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []
         self._is_new = True
-        tensors = dict(replacements or {})
+        tensors, copies = dict(replacements or {}), dict[int, Tensor]()
         for module in modules_of(roots):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
@@ -155,7 +194,8 @@ class IsolatedModules:
             for buffer in buffers.values():
                 is_constant = buffer is not None and not (keep_graphs and buffer.requires_grad)
                 if is_constant and id(buffer) not in tensors:
-                    tensors[id(buffer)] = with_attributes(buffer.detach().clone(), buffer)
+                    copy = with_attributes(buffer.detach().clone(), buffer)
+                    tensors[id(buffer)] = copies[id(buffer)] = copy
             for table in filter(None, (parameters, buffers)):
                 contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
                 if shards is not None and any(map(shards.is_sharded, contents.values())):
@@ -167,6 +207,7 @@ class IsolatedModules:
             if shards is not None:
                 hooks = filter(None, forward_hooks(module))
                 self._inside += [(x, without_fsdp_hooks(x)) for x in hooks]
+        self.copies = tuple(copies.values())
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -175,7 +216,8 @@ class IsolatedModules:
         empty = [*filterfalse(None, self._containers)]
         try:
             _write(self._inside)
-            yield
+            with without_compiler():
+                yield
         finally:
             changed = [contents for contents in before if _differ(*contents)]
             changed += [(x, ()) for x in filter(None, empty)]

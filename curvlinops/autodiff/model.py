@@ -112,8 +112,15 @@ class Model(ABC):
         """The names of the user's own tensors that are replaced in an evaluation, by id."""
         return {id(param): name for name, param in self.params.items()}
 
-    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return the tensors that replace the modules' parameters in an evaluation, by id."""
+    def replacements(
+        self, values: Mapping[str, Tensor], with_constants: bool = True
+    ) -> dict[int, Tensor]:
+        """Return the tensors that replace the modules' parameters in an evaluation, by id.
+
+        Args:
+            values: The parameters' values.
+            with_constants: Whether constants replace those that are not differentiated.
+        """
         return {}
 
     def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
@@ -267,7 +274,9 @@ class ModuleModel(Model):
         """The user's parameters, and all of the module's."""
         return super().replaced | {id(param): name for name, param in self._registered.items()}
 
-    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    def replacements(
+        self, values: Mapping[str, Tensor], with_constants: bool = True
+    ) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
         if self.shards is not None:
             self.shards.find()
@@ -289,7 +298,7 @@ class ModuleModel(Model):
         constants = {
             k: without_history(x)
             for k, x in present.items()
-            if k not in tensors and not isinstance(x, spread)
+            if with_constants and k not in tensors and not isinstance(x, spread)
         }
         return tensors | constants
 

@@ -53,16 +53,24 @@ def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
 def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Module]:
     """Return a module's parameters by every name they have, and the module without wrappers."""
     names = dict(module.named_parameters(remove_duplicate=False))
-    wrappers = nn.DataParallel | nn.parallel.DistributedDataParallel
-    while True:
-        if isinstance(module, wrappers):
-            module = module.module
-        elif original_module(module) is not module:  # compiled code has no double backward
-            module = original_module(module)
-        else:
-            break
+    while (inner := _inner(module)) is not module:
+        module = inner
         names |= dict(module.named_parameters(remove_duplicate=False))
     return names, module
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return a module without the wrappers of ``torch.compile`` and of data parallelism."""
+    while (inner := _inner(module)) is not module:
+        module = inner
+    return module
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Return the module that a wrapper has, or the module itself if it is none."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return module.module
+    return original_module(module)  # compiled code has no double backward
 
 
 def select_parameters(module: nn.Module, *patterns: str) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ a *round*, in which each process says what it requests. All of them then serve a
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,6 +30,7 @@ from curvlinops.support.torch_internals import (
     reduce_scatter,
     reshard,
     tensor_tables,
+    version_of,
     without_torch_function,
 )
 
@@ -65,6 +67,10 @@ class Request(NamedTuple):
 
 
 _NOTHING = Request(Kind.NOTHING)
+
+
+#: The group of all processes of a mesh, by the group of its replicas. A new one takes connections.
+_MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 class Shards:
@@ -109,7 +115,8 @@ class Shards:
                     f"fully_shard with one mesh. {_WHOLE}"
                 )
         self.size = self.group.size()
-        self._device = next(iter(sharded.values())).to_local().device
+        some = next(iter(sharded.values()))
+        self._mesh, self._device = some.device_mesh, some.to_local().device
         self._module, self._depth = module, 0
         self._latest: tuple[int, Tensor] | None = None  # a module may read it several times
         #: The numbers of gathered parameters that are in memory, and their dtypes.
@@ -127,6 +134,21 @@ class Shards:
         kind = distributed_tensors()
         sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
         return cls(module, sharded) if sharded else None
+
+    @cached_property
+    def members(self) -> Any:
+        """The processes that have shards of any copy."""
+        if self.replicas is None or self.replicas.size() == 1:
+            return self.group
+        if self.replicas not in _MEMBERS:
+            ranks = self._mesh.mesh.flatten().tolist()
+            is_all = len(ranks) == distributed.get_world_size()
+            _MEMBERS[self.replicas] = (
+                distributed.group.WORLD
+                if is_all
+                else distributed.new_group(ranks, use_local_synchronization=True)
+            )
+        return _MEMBERS[self.replicas]
 
     def check_processes(self, group: Any) -> None:
         """Refuse a group of processes that lacks some with shards, or has some of other models.
@@ -397,22 +419,42 @@ class Shards:
         """Return a context in which autograd saves gathered parameters by their numbers."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> "Tensor | SavedParameter":
-        saved = self.saved(x)
-        return x if saved is None else saved
+    def _pack(self, x: Tensor) -> "tuple[Tensor, int] | SavedParameter":
+        if (saved := self.saved(x)) is not None:
+            return saved
+        # a node that saves its own output must not hold itself, in a cycle that no collector sees
+        with without_torch_function():
+            return x.detach(), version_of(x)
 
-    def _unpack(self, saved: "Tensor | SavedParameter") -> Tensor:
-        return saved if isinstance(saved, Tensor) else self.restored(saved)
+    def _unpack(self, saved: "tuple[Tensor, int] | SavedParameter") -> Tensor:
+        if isinstance(saved, SavedParameter):
+            return self.restored(saved)
+        x, version = saved
+        if version_of(x) != version:  # which autograd compares only where there are no hooks
+            raise RuntimeError(
+                "One of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a tensor of shape {list(x.shape)}."
+            )
+        return x
 
     def saved(self, x: Tensor) -> "SavedParameter | None":
         """Return how to get a view of a gathered parameter again, ``None`` for other tensors."""
-        try:
-            found = self._gathered.get(x.untyped_storage())
-        except RuntimeError:  # it has no memory of its own
-            return None
+        found = self._found(x)
         if found is None or found[1] != x.dtype:
             return None
         return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
+
+    def source_of(self, x: Tensor) -> Tensor | None:
+        """Return the sharded parameter of which a tensor, or its base, was gathered."""
+        found = self._found(x)
+        return None if found is None else self._tensors[found[0]]
+
+    def _found(self, x: Tensor) -> tuple[int, torch.dtype] | None:
+        """Return the number and the dtype of the parameter whose gathered values a tensor views."""
+        try:
+            return self._gathered.get(x.untyped_storage())
+        except RuntimeError:  # it has no memory of its own
+            return None
 
     def restored(self, saved: "SavedParameter") -> Tensor:
         """Gather a parameter again; return the view of it that was saved."""

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.evaluation import IsolatedModules
+from curvlinops.autodiff.model import check_modules
+from curvlinops.autodiff.overrides import Overrides
+from curvlinops.autodiff.overrides.writes import Protected
+from curvlinops.autodiff.parameters import unwrapped
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.losses import wrap_loss
-from curvlinops.risk.distributed import Ranks
+from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
-from curvlinops.support.torch_internals import original_module
+from curvlinops.support.warnings import warn
 
 #: The tasks, with the ends of the names of their model classes.
 _TASKS = {
@@ -81,8 +85,9 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
     the model's own. The model is left as it is: call ``model.eval()`` to switch dropout off.
 
     Args:
-        model: The model. It is called with the entries of a batch as keyword arguments, and with
-            ``use_cache=False`` if it takes that.
+        model: The model, perhaps wrapped by ``torch.compile``, ``DistributedDataParallel`` or
+            ``DataParallel``. It is called with the entries of a batch as keyword arguments, and
+            with ``use_cache=False`` if it takes that.
         loader: An iterable over dictionaries or ``BatchEncoding``, the same in each pass. Batches
             are those of ``model(**batch)``: entries that its forward does not accept are refused.
             Labels are the entry ``"labels"`` or ``"label"``; -100 is ignored. Batches of a causal
@@ -98,15 +103,17 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
         sequence to sequence make their decoder's input from the labels, so that X has them, too.
 
     Raises:
-        TypeError: If the model is no Module or returns no logits; if the loader yields no
-            dictionaries, or entries that the model does not accept.
-        ValueError: If the task is unknown, or not that of the model, whose own loss is another one;
-            if no parameter requires gradients; if batches have no labels, or there is no batch.
+        TypeError: If the model is no Module, ``FullyShardedDataParallel``, or returns no logits; if
+            the loader yields no dictionaries, or entries that the model does not accept.
+        ValueError: If the task is unknown, or not that of the model, whose own loss is another one
+            or has further terms; if the model writes to a parameter; if no parameter requires
+            gradients; if batches have no labels, or there is no batch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a Module, got {type(model).__name__}.")
     _check_loader(loader)
-    model = original_module(model)  # names without the wrapper of torch.compile
+    model = unwrapped(model)
+    check_modules(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     task = _task_of(base, task)
     model_func = Logits(model, task, {"use_cache": False} if _takes(base, "use_cache") else {})
@@ -117,7 +124,7 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
             "those that the matrix is about."
         )
     loss_func = _loss_of(model_func, base, loader)
-    return model_func, loss_func, params, Pairs(loader, task, loss_func)
+    return model_func, loss_func, params, Pairs(loader, task, loss_func, _padding_of(base, task))
 
 
 class Logits(nn.Module):
@@ -147,8 +154,8 @@ class Logits(nn.Module):
         KFAC's averages leave padding out, so that they do not depend on how much there is.
         """
         masks = [X.get("attention_mask"), X.get("decoder_attention_mask")]
-        if "labels" in X:  # without a mask of its own, a decoder's padding has no label
-            masks.append(X["labels"] != _IGNORED)
+        if masks[1] is None and "labels" in X:  # the padding of a decoder has no label
+            masks[1] = X["labels"] != _IGNORED
         return [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
 
     def arranged(self, output: Any) -> Tensor:
@@ -178,10 +185,18 @@ class Pairs:
         loader: Yields dictionaries.
         task: The task.
         loss_func: The loss, for which the labels are arranged.
+        padding: The label that shows padding, if there is one besides -100.
     """
 
-    def __init__(self, loader: Iterable[Mapping], task: str, loss_func: nn.Module):
+    def __init__(
+        self,
+        loader: Iterable[Mapping],
+        task: str,
+        loss_func: nn.Module,
+        padding: int | None = None,
+    ):
         self.loader, self.task, self.loss_func = loader, task, loss_func
+        self.padding = padding
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -189,6 +204,7 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for index, batch in enumerate(self.loader):
             X, labels = split(batch, self.task, index)
+            _warn_of_padding(X, labels, self.task, self.padding)
             yield X, arranged_labels(labels, self.task, self.loss_func)
 
 
@@ -244,6 +260,32 @@ def _next_tokens(X: Mapping[str, Any], task: str, index: int) -> Tensor:
     return ids.masked_fill(mask == 0, _IGNORED)
 
 
+def _warn_of_padding(X: Mapping[str, Any], labels: Tensor, task: str, padding: int | None) -> None:
+    """Warn of labels at positions that are padding: they count as in the model's own loss.
+
+    Args:
+        X: The inputs.
+        labels: The labels as in the batch.
+        task: The task.
+        padding: See ``Pairs``.
+    """
+    name = "decoder_attention_mask" if task == "seq2seq-lm" else "attention_mask"
+    mask = X.get(name)
+    if isinstance(mask, Tensor) and mask.shape == labels.shape and mask.ndim == 2:
+        is_padding, where = mask.to(labels.device) == 0, f"{name} is zero"
+    elif padding is not None:
+        is_padding, where = labels == padding, f"the label is pad_token_id, {padding}"
+    else:
+        return
+    counted = is_padding & (labels != _IGNORED)
+    if bool((counted[:, 1:] if task == "causal-lm" else counted).any()):
+        warn(
+            f"Some positions that are padding ({where}) have a label other than {_IGNORED}. They "
+            "count in the loss, as in the model's own. To leave padding out, let the collator set "
+            f"labels to {_IGNORED} there."
+        )
+
+
 def arranged_labels(labels: Tensor, task: str, loss_func: nn.Module) -> Tensor:
     """Return the targets of the logits in ``Logits``."""
     if task == "causal-lm":
@@ -290,6 +332,14 @@ def _task_of(base: nn.Module, task: str | None) -> str:
     )
 
 
+def _padding_of(base: nn.Module, task: str) -> int | None:
+    """Return the label of padding, of a model whose decoder has no mask: it ends no sequence."""
+    config = getattr(base, "config", None)
+    padding, end = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
+    is_label = padding in end if isinstance(end, list) else padding == end
+    return None if task != "seq2seq-lm" or is_label else padding
+
+
 def _takes(base: nn.Module, name: str) -> bool:
     """Return whether a model's forward names an argument."""
     return name in inspect.signature(base.forward).parameters
@@ -299,9 +349,15 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
     """Return the loss of a model, after it was compared with the model's own on the first batch."""
     task = model_func.task
     shards = Shards.of(model_func)
-    peers = Ranks() if shards is None else Ranks(shards.group, shards)
-    modules = IsolatedModules([model_func], shards=shards)
-    with peers.raise_on_all_ranks(), preserved_rng(), torch.no_grad(), modules.active():
+    peers = peers_of(Ranks(shards=shards))
+    source_of = None if shards is None else shards.source_of
+    with (
+        peers.raise_on_all_ranks(),
+        preserved_rng(),
+        torch.no_grad(),
+        IsolatedModules([model_func], shards=shards).active(),
+        Overrides({}, Protected([model_func], source_of=source_of)),
+    ):
         batch = next(iter(loader), None)
         if batch is None:
             raise ValueError("loader is empty: it did not yield a single batch.")
@@ -325,10 +381,25 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
         value = float(loss.sum(logits, y) / loss.denominator(logits, y))
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
+        _check_terms(base, output)
         # models in half precision may evaluate the loss in it
-        tolerance = max(1e-4, 4 * torch.finfo(own.dtype).eps)
+        least = 1e-5 if output.logits.dtype.itemsize >= 4 else 1e-4
+        tolerance = max(least, 4 * torch.finfo(own.dtype).eps)
         _check_loss(base, task, value, float(own), tolerance)
     return loss_func
+
+
+def _check_terms(base: nn.Module, output: Any) -> None:
+    """Refuse a model whose output names further terms of the loss, however small they are."""
+    found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    others = {name: x for name, x in found.items() if name != "loss" and name.endswith("loss")}
+    terms = [n for n, x in others.items() if bool(x.any() if isinstance(x, Tensor) else x)]
+    if terms:
+        raise ValueError(
+            f"{type(base).__name__} has further terms in its loss: {', '.join(terms)}. They are no "
+            "functions of the logits, so that the problem would lack them. Switch them off, such "
+            "as those of routers by config.output_router_logits = False."
+        )
 
 
 def _own_output(model_func: Logits, base: nn.Module, X: Mapping[str, Any], labels: Tensor) -> Any:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
@@ -12,70 +12,74 @@ from curvlinops.layers import rules
 from curvlinops.layers.gradients import Entries, PerSampleGradient
 from curvlinops.layers.inputs import Patches
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.patches import Lengths, Padding, Window, lengths, make_patches
-from curvlinops.layers.rules import Use, contraction, handles
+from curvlinops.layers.patches import Window, make_patches
+from curvlinops.layers.rules import Use, contraction, reads
+from curvlinops.support.autograd_graph import output_shape, shape_of_input
 
 
-@handles(torch.conv1d, torch.conv2d, torch.conv3d)
-def convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Lengths = 1,
-    padding: Padding = 0,
-    dilation: Lengths = 1,
-    groups: int = 1,
-) -> dict[str, Use]:
-    """Matrix products of the filters with patches of the input."""
-    batched = input.ndim == weight.ndim
-    x = input if batched else input.unsqueeze(0)
-    window = Window.of(x, weight.shape[2:], stride, padding, dilation, groups)
+@reads("ConvolutionBackward0")
+def convolution(node: Any, position: int) -> Use | None:
+    """A convolution, transposed or not, in one, two or three dimensions."""
+    output = output_shape(node)
+    if position == 2:
+        use = rules.bias(shape_of_input(node, 2), output, aligned=len(output) - 2)
+        # filters of transposed convolutions are multiplied at the positions of the input
+        return replace(use, joins_weight=not node._saved_transposed)
+    if position == 0:
+        return None
+    make = _transposed if node._saved_transposed else _plain
+    return make(node, node._saved_input, shape_of_input(node, 1))
+
+
+@reads("ConvolutionBackwardBackward0")
+def convolution_backward(node: Any, position: int) -> Use | None:
+    """The gradient of a convolution's input, as in models that differentiate their output."""
+    if position != 2 or node._saved_transposed:
+        return None
+    weight, groups = shape_of_input(node, 2), node._saved_groups
+    options = node._saved_stride, node._saved_padding, node._saved_dilation, groups
+    window = Window.of(node._saved_input, weight[2:], *options)
+    return _written(node._saved_grad_output, weight, window)
+
+
+def _plain(node: Any, x: Tensor, weight: Sequence[int]) -> Use:
+    """Return matrix products of the filters with patches of the input."""
+    options = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups
+    window = Window.of(x, weight[2:], *options)
 
     def to_rows(g: Tensor) -> Tensor:
-        g = g if batched else g.unsqueeze(1)
-        return rearrange(g, "v n (g o) ... -> v n g o (...)", g=groups)
+        return rearrange(g, "v n (g o) ... -> v n g o (...)", g=window.groups)
 
     def gradient(images: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:
         # images of one sample, and positions in them
         g = rearrange(g, "v n s g o p -> v n (s p) g o")
         return OuterProducts(Patches(images, window), g, entries)
 
-    use = Use((x.shape[0],), to_rows, gradient, inputs=lambda: x, is_product=True)
-    return {"weight": use, **_bias(bias, x, window.size, batched)}
+    return Use((x.shape[0],), (0,), to_rows, gradient, inputs=lambda: x, is_product=True)
 
 
-@handles(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)
-def transposed_convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Lengths = 1,
-    padding: Lengths = 0,
-    output_padding: Lengths = 0,
-    groups: int = 1,
-    dilation: Lengths = 1,
-) -> dict[str, Use]:
-    """Matrix products of the filters with the input, and patches of the output."""
-    batched = input.ndim == weight.ndim
-    x, dims = input if batched else input.unsqueeze(0), weight.ndim - 2
-    options = (lengths(option, dims) for option in (stride, padding, output_padding, dilation))
-    window, size = _window_of_output(x.shape[2:], weight.shape[2:], *options, groups)
+def _transposed(node: Any, x: Tensor, weight: Sequence[int]) -> Use | None:
+    """Return matrix products of the filters with the input, and patches of the output."""
+    options = (node._saved_stride, node._saved_padding, node._saved_output_padding)
+    options, groups = (*options, node._saved_dilation), node._saved_groups
+    window, _ = _window_of_output(x.shape[2:], weight[2:], *options, groups)
+    return _written(x, weight, window)
+
+
+def _written(x: Tensor, weight: Sequence[int], window: Window) -> Use | None:
+    """Return matrix products of filters with pixels, each of which writes a patch."""
 
     def to_product(g: Tensor) -> Tensor:
-        g = g if batched else g.unsqueeze(1)
         patches = make_patches(g.flatten(0, 1), window)
         return patches.unflatten(0, g.shape[:2])
 
-    use = contraction(
+    return contraction(
         "n group in position, group in out -> n position group out",
-        rearrange(x, "n (g i) ... -> n g i (...)", g=groups),
-        [groups, weight.shape[0] // groups, prod(weight.shape[1:])],
+        rearrange(x, "n (g i) ... -> n g i (...)", g=window.groups),
+        [window.groups, weight[0] // window.groups, prod(weight[1:])],
         to_product,
+        output_axes=(0, None, None, None),
     )
-    biases = _bias(bias, x, size, batched)
-    # the filters are multiplied at the positions of the input
-    biases = {name: replace(of_bias, joins_weight=False) for name, of_bias in biases.items()}
-    return {"weight": use, **biases}
 
 
 def _window_of_output(
@@ -99,10 +103,3 @@ def _window_of_output(
     # the padding is negative where patches end before the output does
     pads = [(p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True)]
     return Window(kernel, stride, pads, dilation, positions, groups), size
-
-
-def _bias(bias: Tensor | None, x: Tensor, size: Sequence[int], batched: bool) -> dict[str, Use]:
-    if bias is None:
-        return {}
-    batch = [x.shape[0]] if batched else []
-    return {"bias": rules.bias(bias.shape, [*batch, len(bias), *size], aligned=len(size))}

@@ -11,61 +11,92 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
 from curvlinops.layers.gradients import BYTES, Entries, LowRank, PerSampleGradient, dense
-from curvlinops.layers.rules import Use, handles
+from curvlinops.layers.rules import Use, reads
+from curvlinops.support.autograd_graph import metadata, shape_of_input, signed
 
 
-@handles(torch.embedding)
-def embedding(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> dict[str, Use]:
-    """Rows of ``weight``. An override makes the padding row constant."""
-    return {
-        "weight": Use(
-            tuple(indices.shape),
-            to_rows=lambda g: g,
-            gradient=partial(EmbeddingGradient, padding=padding_idx),
-            inputs=lambda: indices,
-            is_product=True,
-        )
-    }
+@reads("EmbeddingBackward0")
+def embedding(node: Any, position: int) -> Use | None:
+    """Rows of a table. The gradient of the padding row is zero."""
+    if node._saved_scale_grad_by_freq:
+        return None
+    indices = node._saved_indices
+    return Use(
+        tuple(indices.shape),
+        tuple(range(indices.ndim)),
+        to_rows=lambda g: g,
+        gradient=partial(EmbeddingGradient, padding=signed(node._saved_padding_idx)),
+        inputs=lambda: indices,
+        is_product=True,
+    )
 
 
-def _lookup(function: Callable) -> Callable[..., dict[int, Use]]:
-    def uses(input: Tensor, *args: Any, **options: Any) -> dict[int, Use]:
-        # views of two short vectors, in place of a number for each entry of a large table
-        num_rows, width = input.shape[0] if input.ndim else 1, prod(input.shape[1:])
-        numbers = torch.arange(num_rows, device=input.device).reshape(-1, *(1,) * (input.ndim - 1))
-        columns = torch.arange(width, device=input.device).reshape(input.shape[1:])
-        rows, columns = (
-            function(axis.expand(num_rows, *input.shape[1:]).reshape_as(input), *args, **options)
-            for axis in (numbers, columns)
-        )
-        row_shape, indices = tuple(rows.shape), rows * width + columns
-        whole = width > 1 and _are_whole(rows, columns, input.shape)
-        if whole:
-            row_shape, indices = row_shape[: 1 - input.ndim], rows.reshape(-1, width)[:, 0]
-        row_shape = row_shape or (1,)
-        indices = indices.reshape(row_shape)
-
-        size = width if whole else 1
-        return {
-            0: Use(
-                row_shape,
-                to_rows=lambda g: g.reshape(len(g), *row_shape, size),
-                gradient=EmbeddingGradient,
-                inputs=lambda: indices,
-                is_product=True,
-            )
-        }
-
-    return uses
+@reads("IndexBackward0")
+def index(node: Any, position: int) -> Use | None:
+    """``x[indices]``."""
+    if position != 0:
+        return None
+    indices = tuple(slice(None) if i is None else i for i in node._saved_indices)
+    return _lookup(node, lambda x: x[indices])
 
 
-def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
+@reads("IndexSelectBackward0")
+def index_select(node: Any, position: int) -> Use | None:
+    """``x.index_select(dim, index)``."""
+    dim, index = signed(node._saved_dim), node._saved_index
+    return _lookup(node, lambda x: x.index_select(dim, index))
+
+
+@reads("GatherBackward0")
+def gather(node: Any, position: int) -> Use | None:
+    """``x.gather(dim, index)``."""
+    dim, index = signed(node._saved_dim), node._saved_index
+    return _lookup(node, lambda x: x.gather(dim, index))
+
+
+@reads("TakeBackward0")
+def take(node: Any, position: int) -> Use | None:
+    """``x.take(index)``."""
+    index = node._saved_index
+    return _lookup(node, lambda x: x.take(index))
+
+
+@reads("MaskedSelectBackward0")
+def masked_select(node: Any, position: int) -> Use | None:
+    """``x.masked_select(mask)``."""
+    mask = node._saved_mask
+    return _lookup(node, lambda x: x.masked_select(mask))
+
+
+def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
+    """Return the use of a table in a function that reads rows, or entries, of it."""
+    shape, device = shape_of_input(node, 0), metadata(node).device
+    # views of two short vectors, in place of a number for each entry of a large table
+    num_rows, width = shape[0] if shape else 1, prod(shape[1:])
+    numbers = torch.arange(num_rows, device=device).reshape(-1, *(1,) * (len(shape) - 1))
+    columns = torch.arange(width, device=device).reshape(shape[1:])
+    rows, columns = (
+        function(axis.expand(num_rows, *shape[1:]).reshape(shape)) for axis in (numbers, columns)
+    )
+    row_shape, indices = tuple(rows.shape), rows * width + columns
+    whole = width > 1 and _are_whole(rows, columns, shape)
+    if whole:
+        row_shape, indices = row_shape[: 1 - len(shape)], rows.reshape(-1, width)[:, 0]
+    row_axes = tuple(range(len(row_shape))) or (None,)
+    row_shape = row_shape or (1,)
+    indices = indices.reshape(row_shape)
+    size = width if whole else 1
+    return Use(
+        row_shape,
+        row_axes,
+        to_rows=lambda g: g.reshape(len(g), *row_shape, size),
+        gradient=EmbeddingGradient,
+        inputs=lambda: indices,
+        is_product=True,
+    )
+
+
+def _are_whole(rows: Tensor, columns: Tensor, shape: Sequence[int]) -> bool:
     """Return whether a table's rows were looked up as a whole.
 
     Args:
@@ -79,19 +110,6 @@ def _are_whole(rows: Tensor, columns: Tensor, shape: torch.Size) -> bool:
     rows, columns = rows.reshape(-1, width), columns.reshape(-1, width)
     in_order = columns == torch.arange(width, device=columns.device)
     return bool((in_order & (rows == rows[:, :1])).all())
-
-
-#: Ways to read entries of a tensor.
-_CALLS = (
-    (Tensor.__getitem__,),
-    (torch.index_select, Tensor.index_select),
-    (torch.gather, Tensor.gather),
-    (torch.take, Tensor.take),
-    (torch.take_along_dim, Tensor.take_along_dim),
-    (torch.masked_select, Tensor.masked_select),
-)
-for _same in _CALLS:
-    handles(*_same)(_lookup(_same[0]))
 
 
 class EmbeddingGradient(FactoredGradient):

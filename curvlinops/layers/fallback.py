@@ -310,7 +310,12 @@ class LossesOneByOne:
             return
         reason = _reason(problem)
         self.fallbacks = dict.fromkeys(problem.space.names, reason)
-        _LOGGER.warning("%s: gradients are computed sample by sample: %s.", self._name, reason)
+        _LOGGER.warning(
+            "%s: gradients are computed sample by sample: %s. If it differentiates the output, let "
+            "the model return the derivatives: then they take one pass (see the page PINNs).",
+            self._name,
+            reason,
+        )
 
 
 def _reason(problem: BatchProblem) -> str:

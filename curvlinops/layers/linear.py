@@ -1,115 +1,143 @@
-"""Products of an input with a matrix."""
+"""Products with a matrix."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops.layers import rules
-from curvlinops.layers.rules import Use, contraction, handles
+from curvlinops.layers.rules import Use, contraction, reads
+from curvlinops.support.autograd_graph import output_shape, shape_of_input
 
 
-@handles(F.linear)
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict[str, Use]:
-    """``input @ weight.T + bias``."""
-    equation = "... i, o i -> ... o" if weight.ndim == 2 else "... i, i -> ..."
-    uses = {"weight": contraction(equation, input, weight.shape)}
-    if bias is not None:
-        uses["bias"] = rules.bias(bias.shape, [*input.shape[:-1], *weight.shape[:-1]])
-    return uses
+@reads("MmBackward0")
+def mm(node: Any, position: int) -> Use | None:
+    """``self @ mat2``."""
+    return _factor(node, position == 0, node._saved_mat2 if position == 0 else node._saved_self)
 
 
-@handles(
-    *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul),
-    *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
-    *(torch.mv, Tensor.mv, torch.dot, Tensor.dot, torch.vdot, Tensor.vdot),
-)
-def matmul(input: Tensor, other: Tensor) -> dict[str, Use]:
-    """``input @ other``; either may be the parameter."""
-    return {
-        "input": _factor(other, input, left=True),
-        "other": _factor(input, other, left=False),
-    }
+@reads("AddmmBackward0", "SparseAddmmBackward0")
+def addmm(node: Any, position: int) -> Use | None:
+    """``beta self + alpha mat1 @ mat2``."""
+    if position == 0:
+        shape = shape_of_input(node, 0)
+        return rules.bias(shape, output_shape(node), float(node._saved_beta))
+    other = node._saved_mat2 if position == 1 else node._saved_mat1
+    return _factor(node, position == 1, other, node._saved_alpha)
 
 
-@handles(Tensor.__rmatmul__)
-def reversed_matmul(input: Tensor, other: Tensor) -> dict[str, Use]:
-    """``other @ input``."""
-    names = {"input": "other", "other": "input"}
-    return {names[name]: use for name, use in matmul(other, input).items()}
+@reads("BmmBackward0")
+def bmm(node: Any, position: int) -> Use | None:
+    """``self @ mat2``, for each entry of a batch."""
+    return _factor(node, position == 0, node._saved_mat2 if position == 0 else node._saved_self)
 
 
-@handles(torch.addmm, Tensor.addmm)
-def addmm(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
-) -> dict[str, Use]:
-    """``beta input + alpha mat1 @ mat2``."""
-    return {
-        "input": rules.bias(input.shape, [mat1.shape[0], mat2.shape[1]], float(beta)),
-        "mat1": _factor(mat2, mat1, left=True, scale=alpha),
-        "mat2": _factor(mat1, mat2, left=False, scale=alpha),
-    }
+@reads("BaddbmmBackward0")
+def baddbmm(node: Any, position: int) -> Use | None:
+    """``beta self + alpha batch1 @ batch2``."""
+    if position == 0:
+        shape = shape_of_input(node, 0)
+        return rules.broadcast(shape, output_shape(node), float(node._saved_beta))
+    other = node._saved_batch2 if position == 1 else node._saved_batch1
+    return _factor(node, position == 1, other, node._saved_alpha)
 
 
-@handles(torch.addmv, Tensor.addmv)
-def addmv(
-    input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1
-) -> dict[str, Use]:
-    """``beta input + alpha mat @ vec``."""
-    return {
-        "input": rules.bias(input.shape, mat.shape[:1], float(beta)),
-        "mat": _factor(vec, mat, left=True, scale=alpha),
-        "vec": _factor(mat, vec, left=False, scale=alpha),
-    }
+@reads("MvBackward0")
+def mv(node: Any, position: int) -> Use | None:
+    """``self @ vec``."""
+    return _matrix_or_vector(node, position, node._saved_self, node._saved_vec)
 
 
-@handles(torch.bilinear, F.bilinear)
-def bilinear(
-    input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> dict[str, Use]:
-    """``out_k = input1^T weight_k input2 + bias_k``."""
+@reads("AddmvBackward0")
+def addmv(node: Any, position: int) -> Use | None:
+    """``beta self + alpha mat @ vec``."""
+    if position == 0:
+        shape = shape_of_input(node, 0)
+        return rules.bias(shape, output_shape(node), float(node._saved_beta))
+    scale = node._saved_alpha
+    return _matrix_or_vector(node, position - 1, node._saved_mat, node._saved_vec, scale)
+
+
+@reads("DotBackward0", "VdotBackward0")
+def dot(node: Any, position: int) -> Use | None:
+    """The inner product of two vectors."""
+    other = getattr(node, ("_saved_tensor", "_saved_self")[position], None)
+    if other is None:
+        other = node._saved_other
+    return contraction("i, i -> ", other, shape_of_input(node, position))
+
+
+@reads("TrilinearBackward0")
+def bilinear(node: Any, position: int) -> Use | None:
+    """``out_k = input1^T weight_k input2``."""
+    first, second = node._saved_i1, node._saved_i3
+    axes = [list(node._saved_expand1), list(node._saved_expand2), list(node._saved_expand3)]
+    if position != 1 or axes != [[1, 3], [0], [1, 2]]:
+        return None
 
     def product() -> Tensor:
-        return input1.unsqueeze(-1) * input2.unsqueeze(-2)
+        return first.unsqueeze(-1) * second.unsqueeze(-2)
 
-    shape = (*input1.shape, input2.shape[-1])
-    equation = "... i j, o i j -> ... o"
-    uses = {"weight": contraction(equation, product, weight.shape, x_shape=shape)}
-    if bias is not None:
-        uses["bias"] = rules.bias(bias.shape, [*input1.shape[:-1], weight.shape[0]])
-    return uses
+    shape = (*first.shape, second.shape[-1])
+    return contraction("n i j, o i j -> n o", product, shape_of_input(node, 1), x_shape=shape)
 
 
-def _factor(x: Tensor, w: Tensor, left: bool, scale: float = 1) -> Use | None:
-    """Return the use of ``w`` in ``w @ x`` or ``x @ w``, with PyTorch's rules for axes.
+def _factor(node: Any, left: bool, x: Tensor, scale: float = 1) -> Use | None:
+    """Return the use of w in ``w @ x`` or ``x @ w``, times a scale."""
+    return factor(x, shape_of_input(node, _position(node, left)), left, scale)
 
-    A scale of the product multiplies gradients, which are there for a short time only.
+
+def _position(node: Any, left: bool) -> int:
+    """Return the position of the left or of the right factor among a node's inputs."""
+    num_inputs = len(node.next_functions)
+    return num_inputs - 2 + (not left)
+
+
+def factor(
+    x: Tensor, w_shape: Sequence[int], left: bool, scale: float = 1, batch: Sequence[int] = ()
+) -> Use | None:
+    """Return the use of w in ``w @ x`` or ``x @ w``; axes of length one in front are broadcast.
+
+    Args:
+        x: The other factor, ``[*batch, *, *]``.
+        w_shape: The shape of w. It may lack axes in front.
+        left: Whether w is the left factor.
+        scale: A scale of the product. It multiplies gradients, which are there for a short time.
+        batch: The axes of the batch that the node sees as one. Default: it sees the axes.
     """
-    to_product = (lambda g: g) if scale == 1 else (lambda g: g * scale)
-    if x.ndim == 1 or w.ndim == 1:
-        return _vector_factor(x, w, left, to_product)
-    out = torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])
-    batch = [f"b{axis}" for axis in range(len(out))]
-    aligned = zip(range(len(out) - (w.ndim - 2), len(out)), w.shape[:-2], strict=True)
-    # an axis of length one is broadcast
-    kept = [axis for axis, length in aligned if length != 1]
-    of_x, of_w = " ".join(batch), " ".join(batch[axis] for axis in kept)
+    x = x.reshape(*batch, *x.shape[-2:]) if batch else x
+    batch = tuple(x.shape[:-2])
+    names = [f"b{axis}" for axis in range(len(batch))]
+    num_more = len(batch) - (len(w_shape) - 2)
+    kept = [num_more + axis for axis, length in enumerate(w_shape[:-2]) if length != 1]
+    of_x, of_w = " ".join(names), " ".join(names[axis] for axis in kept)
     if left:
         equation = f"{of_x} i rows, {of_w} o i -> {of_x} o rows"
+        output = (*batch, w_shape[-2], x.shape[-1])
     else:
         equation = f"{of_x} rows i, {of_w} i o -> {of_x} rows o"
-    x_full, shape = x.expand(*out, *x.shape[-2:]), [*(out[axis] for axis in kept), *w.shape[-2:]]
-    return contraction(equation, x_full, shape, to_product)
+        output = (*batch, x.shape[-2], w_shape[-1])
+
+    def to_product(g: Tensor) -> Tensor:
+        g = g.reshape(len(g), *output)
+        return g if scale == 1 else g * scale
+
+    shape = [*(batch[axis] for axis in kept), *w_shape[-2:]]
+    use = contraction(equation, x, shape, to_product)
+    if use is not None:
+        use.output_shape = output
+    return use
 
 
-def _vector_factor(x: Tensor, w: Tensor, left: bool, to_product: Callable[[Tensor], Tensor]) -> Use:
-    """Return the same if at least one of both is a vector, all of which is summed over."""
-    matrix = x if w.ndim == 1 else w
-    others = [f"a{axis}" for axis in range(matrix.ndim - 1)]
-    # a vector on the left of a matrix contracts the axis before the last
-    position = len(others) - 1 if left == (w.ndim == 1) else len(others)
-    position = max(position, 0)
-    of_matrix, out = " ".join([*others[:position], "i", *others[position:]]), " ".join(others)
-    equation = f"{of_matrix}, i -> {out}" if w.ndim == 1 else f"i, {of_matrix} -> {out}"
-    return contraction(equation, x, w.shape, to_product)
+def _matrix_or_vector(
+    node: Any, position: int, matrix: Tensor, vector: Tensor, scale: float = 1
+) -> Use | None:
+    """Return the use of the matrix (position 0) or of the vector in a product."""
+
+    def to_product(g: Tensor) -> Tensor:
+        return g if scale == 1 else g * scale
+
+    shape = shape_of_input(node, len(node.next_functions) - 2 + position)
+    if position == 0:
+        return contraction("i, o i -> o", vector, shape, to_product)
+    return contraction("r i, i -> r", matrix, shape, to_product)

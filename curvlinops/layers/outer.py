@@ -161,8 +161,8 @@ class OuterProducts(FactoredGradient):
             K, _, rank = left.shape
             size = self.num_positions * K * rank * (1 + self.num_vectors)
             for some in self.slices(size + self.num_inputs):
-                g = self.g[:, some].squeeze(3) @ rearrange(left, "k o r -> o (k r)")
-                x = self.x[some].squeeze(2) @ rearrange(right, "k r i -> i (k r)")
+                g = _times(self.g[:, some].squeeze(3), rearrange(left, "k o r -> o (k r)"))
+                x = _times(self.x[some].squeeze(2), rearrange(right, "k r i -> i (k r)"))
                 yield (g * x).unflatten(-1, (K, rank)).sum(-1)
             return
         groups, inputs = self.x.shape[2:]
@@ -318,8 +318,17 @@ def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
     # P is [K, b, a], and the first factor has the axis a
     if columns_last:
         P = P.permute(2, 1, 0)
-        products = (first @ P.flatten(1)).unflatten(-1, P.shape[1:])
+        products = _times(first, P.flatten(1)).unflatten(-1, P.shape[1:])
         return (second.unsqueeze(-2) @ products).squeeze(-2)
     rows = first.flatten(0, 2).expand(len(P), -1, -1)  # a product with a stack would copy P
     products = torch.bmm(rows, P.mT).unflatten(1, first.shape[:3])
     return (products * second).sum(-1).movedim(0, -1)
+
+
+def _times(x: Tensor, matrix: Tensor) -> Tensor:
+    """Return ``x @ matrix`` as one product of matrices.
+
+    Where some of one vector's samples are taken, an axis of length one has the stride of all
+    samples. ``torch.matmul`` would then multiply sample by sample.
+    """
+    return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], matrix.shape[1])

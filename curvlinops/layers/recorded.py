@@ -1,33 +1,17 @@
 """One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
-from typing import NamedTuple
+from functools import cache, cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvlinops.autodiff.backward import (
-    batched_vjp,
-    gradient_behind,
-    in_chunks,
-    vjp,
-    vjp_columns,
-)
+from curvlinops.autodiff.backward import batched_vjp, edge_vjp, in_chunks
 from curvlinops.autodiff.evaluation import check_graph
-from curvlinops.layers.batch_axis import (
-    ALL_ROWS,
-    ROW_ARGUMENTS,
-    Rows,
-    UseKey,
-    decide,
-    fits,
-    moves_rows,
-    sketch,
-    to_front,
-)
-from curvlinops.layers.capture import Capture, LookedUp, RecordedUse, ViewOf
-from curvlinops.layers.check import Comparison, probe, sample_weights, weighted
+from curvlinops.layers.check import Comparison, probe
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
@@ -36,18 +20,36 @@ from curvlinops.layers.gradients import (
     sum_of,
 )
 from curvlinops.layers.outer import OuterProducts
+from curvlinops.layers.reading import (
+    LOOKUPS,
+    PRODUCTS,
+    LookedUp,
+    ParameterUse,
+    Reading,
+    Signature,
+)
+from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, _view, sample_axes
+from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.data import Batch
 from curvlinops.support.autograd_graph import (
-    graph_nodes,
-    leaf_variables,
+    addresses,
+    inputs_first,
     least_precise,
-    signature,
+    metadata,
+    output_shape,
+    saved_memory,
 )
 from curvlinops.support.norms import wide
-from curvlinops.support.pytree import leaves
+from curvlinops.support.pytree import leaves, map_leaves, select_samples
+from curvlinops.support.refusals import is_refusal
+from curvlinops.support.rng import preserved_rng
 
 #: The caller knows how many vectors the memory allows.
 _ANY_NUMBER = 2**31
+
+#: Rows all of which belong to one sample.
+_ONE_SAMPLE = SampleAxis(0, 1, 1)
 
 
 class UseGradient(NamedTuple):
@@ -61,7 +63,7 @@ class UseGradient(NamedTuple):
             which suffices for sums.
     """
 
-    recorded: RecordedUse
+    recorded: ParameterUse
     name: str
     gradient: PerSampleGradient
     is_unassigned: bool
@@ -72,75 +74,141 @@ class BackwardPass(NamedTuple):
 
     Attributes:
         outputs: The gradient at each use's output, ``[V, *output]``.
-        copies: Autograd's gradient with respect to the copy that each call got, ``[V, *tensor]``;
-            empty if not asked for. Those of gathered parameters would fill the memory, and are
-            computed one by one.
+        totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
+            of gathered parameters would fill the memory, and are computed one by one.
     """
 
-    outputs: dict[RecordedUse, Tensor]
-    copies: dict[RecordedUse, Tensor]
+    outputs: dict[ParameterUse, Tensor]
+    totals: dict[str, Tensor]
 
 
 class RecordedBatch:
-    """One captured forward pass.
+    """One forward pass and the uses of parameters in its graph.
 
     Args:
         problem: The model on a batch.
         names: The parameters.
-        noise: The seed of random numbers that are added to the parameters. Default: none are.
+        tracks_inputs: Whether the graph shows what depends on real numbers in X.
 
     Attributes:
         names: The parameters.
         output: The model's output, with samples along the first axis.
-        num_samples: The number of samples. Each has the same number of neighboring output rows. Who
-            records the batch sets it.
+        num_samples: The number of samples. Each has the same number of neighboring output rows.
         weight: The batch's weight. Who records the batch sets it.
-        uses: The recorded uses of parameters.
-        has_replaced: Whether a call was replaced by a composition of others.
+        uses: The uses of parameters, see ``read``.
+        unread: The parameters that meet data at a node whose rule is not known.
+        is_freed: Whether the last backward pass has freed the graph.
     """
 
-    def __init__(self, problem: BatchProblem, names: list[str], noise: int | None = None):
-        self.names = names
+    def __init__(self, problem: BatchProblem, names: list[str], tracks_inputs: bool = False):
+        self.names, self._tracks_inputs = names, tracks_inputs
         self._problem = problem
-        parameters = problem.leaves()
-        self._leaves = parameters if noise is None else _perturbed(parameters, noise)
+        self._leaves = problem.leaves()
         self._evaluation = problem.evaluation(self._leaves, "once")
-        tracked = {name: self._leaves[name] for name in names}
-        shards = problem.model.shards
-        capture = Capture(tracked, leaves(problem.batch.X), problem.length_of_samples, shards)
-        with capture, self._evaluation.active():
+        with self._evaluation.active():
             output = problem.output(self._evaluation)
-        with torch.enable_grad():
-            self.output = capture.as_data(output)
+            if output.requires_grad and output.is_leaf:  # a parameter itself
+                output = output.view_as(output)
+        self.output = output
         self.num_samples, self.weight = 0, output.new_zeros(())
-        self.has_replaced = capture.has_replaced
-        self.uses: list[RecordedUse] = []
+        self.uses: list[ParameterUse] = []
+        self.is_freed = False
+        self.unread: set[str] = set()
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
-        by_id = {id(leaf): name for name, leaf in tracked.items()}
-        self._nodes = dict.fromkeys(graph_nodes(self.output))
+        self._nodes = inputs_first(self.output)
         check_graph(self._nodes, problem.model, self._leaves, must_depend=False)
-        reached = (by_id.get(id(variable)) for variable in leaf_variables(self._nodes))
-        self._lost = {name for name in reached if name is not None}
-        for use in capture.uses:
-            use.origins = _origins(use.tensor, by_id)
-            if use.output.edge.node in self._nodes:
-                self.uses.append(use)
-            if use.output.overwritten:  # its place in the graph may have changed
-                self._lost |= set(use.origins)
 
     def teach(self) -> None:
         """Let the problem learn from the output, if it is the model's first."""
         if self._problem.is_first:
             with self._evaluation.active():
-                # the calls of layers got copies of the parameters
                 self._problem.learn_from(self.output, self._leaves, must_depend=False)
+
+    def read(self, roles: dict[Signature, bool]) -> None:
+        """Find the uses of parameters in the graph, and the samples of their rows.
+
+        Args:
+            roles: What graphs of this model have shown of nodes, see ``Reading``. What this one
+                shows is added.
+        """
+        axes = self._sample_axes() if self.num_samples > 1 else {}
+        reading = self._reading(axes, roles)
+        if reading.has_open and not self._tracks_inputs:
+            self._learn_roles(roles)
+            reading = self._reading(axes, roles)
+        for signature, is_function in reading.roles.items():
+            roles[signature] = is_function or roles.get(signature, False)
+        self.uses, self.unread = reading.uses, reading.unread
+        for use in self.uses:
+            use.samples = self._samples_of_rows(use, axes)
+
+    def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
+        @cache
+        def given() -> set[int]:
+            X = self._problem.batch.X
+            return {address for x in leaves(X) for address in addresses(x)}
+
+        def is_function(node: Any, signature: Signature) -> bool | None:
+            if self.num_samples == 1:  # does not show which axes of length one number samples
+                return roles.get(signature)
+            place = axes.get((node, 0))
+            if not isinstance(place, Constant):
+                return False
+            # a constant times a parameter; or rows of samples, of which each sample reads its own
+            if node.name() in PRODUCTS and not self._tracks_inputs:
+                return roles.get(signature)
+            if node.name() in LOOKUPS and place is TABLE:
+                return given().isdisjoint(saved_memory(node))
+            return True
+
+        shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
+        with self._evaluation.active():
+            return Reading(self._nodes, self._reached, shapes, is_function)
+
+    def _learn_roles(self, roles: dict[Signature, bool]) -> None:
+        """Find out what is data, by a graph that shows what depends on real numbers in X.
+
+        A single sample is taken twice.
+        """
+        problem, num_samples = self._problem, max(self.num_samples, 2)
+        X = problem.batch.X
+        X = select_samples(X, [0, 0], 1) if self.num_samples == 1 else X
+        try:
+            with preserved_rng():
+                batch = Batch(problem.batch.index, map_leaves(X, _tracked), None)
+                twin = RecordedBatch(problem.on(batch), self.names, tracks_inputs=True)
+        except Exception as error:  # a user's model may raise anything on another batch
+            if not is_refusal(error):
+                raise
+            return
+        if len(twin.output) * self.num_samples == len(self.output) * num_samples:
+            twin.num_samples = num_samples
+            twin.read(roles)
+
+    def _sample_axes(self) -> dict[tuple[Any, int], Any]:
+        edge = get_gradient_edge(self.output)
+        return sample_axes(edge, tuple(self.output.shape), self.num_samples, self._nodes)
+
+    def _samples_of_rows(self, use: ParameterUse, axes: Mapping) -> SampleAxis | None:
+        """Return the axis of a use's rows that numbers the samples, ``None`` if not known."""
+        if self.num_samples == 1:
+            return _ONE_SAMPLE
+        found = axes.get((use.node, 0))
+        if not isinstance(found, SampleAxis):
+            return None
+        shape = output_shape(use.node)
+        if use.use.output_shape is not None:
+            found = _view(None, found, shape, 0, use.use.output_shape)
+        if found is None or found.axis not in use.use.row_axes:
+            return None
+        return found._replace(axis=use.use.row_axes.index(found.axis))
 
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient at the output of each use."""
-        outputs = (use.output for use in self.uses)
-        return sum(output.shape.numel() * output.dtype.itemsize for output in outputs)
+        outputs = (metadata(node) for node in {use.node: None for use in self.uses})
+        return sum(prod(output.shape) * output.dtype.itemsize for output in outputs)
 
     @cached_property
     def precision(self) -> torch.dtype:
@@ -149,22 +217,26 @@ class RecordedBatch:
 
     @cached_property
     def operations(self) -> int:
-        """A hash of the graph's operations, in the order in which backpropagation finds them."""
+        """A hash of the graph's operations, inputs before what uses them."""
         return hash(tuple(node.name() for node in self._nodes))
 
     @cached_property
-    def wiring(self) -> int:
-        """A hash of the number of samples, and of the graph up to sizes."""
-        return hash((self.num_samples, signature(self._nodes, ROW_ARGUMENTS)))
+    def _reached(self) -> dict[Any, str]:
+        """The leaves of the graph that are parameters, and their names."""
+        by_id = {id(self._leaves[name]): name for name in self.names}
+        leaves = ((node, getattr(node, "variable", None)) for node in self._nodes)
+        return {node: by_id[id(x)] for node, x in leaves if id(x) in by_id}
 
     @property
-    def moves_rows(self) -> bool:
-        """Whether an operation may move rows of layers depending on their values."""
-        return moves_rows(self._nodes, {use.output.edge.node for use in self.uses})
+    def is_constant(self) -> bool:
+        """Whether the graph connects no parameter with the output."""
+        return not self._reached
 
-    def unrecorded(self) -> list[str]:
-        """Return the parameters that the graph still connects with the output."""
-        return sorted(self._lost.intersection(self.names))
+    @property
+    def used(self) -> list[str]:
+        """The parameters that have uses."""
+        used = {name for use in self.uses for name in use.names}
+        return [name for name in self.names if name in used]
 
     def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
@@ -172,139 +244,130 @@ class RecordedBatch:
             return
         self.names = [name for name in self.names if name not in names]
         for use in self.uses:
-            use.origins = {name: x for name, x in use.origins.items() if name not in names}
-        self.uses = [use for use in self.uses if use.origins]
+            use.names = tuple(name for name in use.names if name not in names)
+        self.uses = [use for use in self.uses if use.names]
+
+    def is_output_of(self, use: ParameterUse) -> bool:
+        """Return whether the gradient of the output arrives at a use as it is."""
+        node = self.output.grad_fn
+        while node is not use.node:
+            if node.name() not in RESHAPES:
+                return False
+            node = node.next_functions[0][0]
+        return True
 
     # --- backward passes
+
+    def zeros(self) -> dict[ParameterUse, Tensor]:
+        """Return gradients of zero at each use's output, ``[1, *output]``, without memory."""
+        return {use: _at_output(use.node, [], 1) for use in self.uses}
 
     def backward(
         self,
         u: Tensor,
-        uses: Iterable[RecordedUse] | None = None,
+        uses: Iterable[ParameterUse] | None = None,
         last: bool = False,
-        with_copies: bool = False,
+        totals: Collection[str] = (),
     ) -> BackwardPass:
-        """Backpropagate vectors to the outputs of the calls that use parameters.
+        """Backpropagate vectors to the nodes that use parameters.
 
         Args:
             u: The vectors, ``[V, *output]``.
             uses: The uses. Default: all.
             last: Whether this is the last call. A single vector then frees the graph.
-            with_copies: Whether autograd's gradients are computed, too.
+            totals: The parameters whose gradients autograd computes, too.
         """
         uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        inputs = {use.output: use.output.edge for use in uses}
-        together = [use for use in uses if with_copies and not use.is_gathered]
-        inputs |= {use: use.copy for use in together}
-        # several vectors may need one pass each, and so do copies that are not computed here
-        is_last = last and len(u) == 1 and not (with_copies and len(together) < len(uses))
+        inputs: dict[Any, Any] = {use.node: use.edge for use in uses}
+        sharded = self._problem.model.sharded
+        together = [name for name in totals if name not in sharded]
+        inputs |= {name: self._leaves[name] for name in together}
+        # several vectors may need one pass each; the same graph gives totals that are not computed
+        # here, and gradients of parameters of which a function is used
+        is_needed = len(together) < len(totals) or any(use.entries is None for use in uses)
+        is_last = last and len(u) == 1 and not (totals and is_needed)
         retain, chunks = not (is_last and self._problem.can_substitute), []
+        self.is_freed = not retain
         if len(u):
             with self._evaluation.active():
                 chunks = [
                     chunk for _, chunk in self._chunks({"": u}, {"": u.dtype}, inputs, retain)
                 ]
         arrived = {
-            output: output.at_output([chunk.pop(output) for chunk in chunks], u)
-            for output in {use.output: None for use in uses}
+            node: _at_output(node, [chunk.pop(node) for chunk in chunks], len(u))
+            for node in {use.node: None for use in uses}
         }
-        copies = {
-            use: torch.cat([_or_zeros(chunk[use], use.copy) for chunk in chunks])
-            for use in (together if chunks else ())
+        found = {
+            name: torch.cat([_or_zeros(chunk[name], self._leaves[name]) for chunk in chunks])
+            for name in (together if chunks else ())
         }
-        return BackwardPass({use: arrived[use.output] for use in uses}, copies)
+        return BackwardPass({use: arrived[use.node] for use in uses}, found)
 
-    # --- the samples of rows, and the check of rules
+    # --- the check of rules
 
-    def recall(self, patterns: Mapping[UseKey, str], uses: Iterable[RecordedUse]) -> None:
-        """Take the patterns that rows of uses had on other batches, where they fit."""
-        for use in uses:
-            pattern = ALL_ROWS if self.num_samples == 1 else patterns.get(use.key)
-            if pattern is not None and fits(pattern, use.use.row_shape, self.num_samples):
-                use.rows = pattern
-
-    def find_rows(
-        self, known: Mapping[UseKey, str], uses: Collection[RecordedUse], with_copies: bool
-    ) -> BackwardPass:
-        """Find out which rows of some uses belong to which samples.
-
-        Args:
-            known: The patterns of rows on other batches.
-            uses: The uses.
-            with_copies: Whether the second backward pass is for all uses, and for ``check``.
-
-        Returns:
-            The second pass, of a sum of the samples' losses with weights.
-        """
-        u = probe(self.output.detach())
-        r = sample_weights(self.num_samples, u)
-        plain = _sketches(self.backward(u[None], uses), uses)
-        last = self.backward(
-            weighted(u, r)[None], None if with_copies else uses, with_copies=with_copies
-        )
-        again = _sketches(last, uses)
-        rows = {use.key: Rows(use.use.row_shape, plain[use], again[use]) for use in uses}
-        decided = decide(rows, r, self.precision, known)
-        for use in uses:
-            assignment = decided.get(use.key)
-            use.rows = assignment and assignment.pattern
-            use.possible = () if assignment is None else assignment.possible
-        return last
-
-    def check(self, one: BackwardPass) -> tuple[list[str], set[str]]:
+    def check(
+        self, u: Tensor, one: BackwardPass, names: Collection[str]
+    ) -> tuple[list[str], set[str]]:
         """Compare the sums of gradients of samples with autograd's gradients.
 
         Args:
-            one: A backward pass of one vector, with copies.
+            u: A vector, ``[1, *output]``.
+            one: Its backward pass, with totals.
+            names: The parameters to compare.
 
         Returns:
             The parameters for which they differ, and those whose gradients are zero, so that the
             comparison shows nothing.
         """
-        comparison = Comparison(self.precision, torch.finfo(self.output.dtype).eps)
-        shards = self._problem.model.shards
-        for use in self.uses:
-            truths = self._autograd_sums(use, one)
+        shards, eps = self._problem.model.shards, torch.finfo(self.output.dtype).eps
+        comparison = Comparison(self.precision, eps)
+        for name in names:
+            truth = self._autograd_total(name, u, one)
             if shards is not None:
                 shards.forget()
-            for name, truth in truths.items():
-                sums = partial(self._sum, use, name, one.outputs[use])
-                comparison.add((name, use), sums(), truth, partial(sums, absolute=True))
-        wrong = dict.fromkeys(name for name, _ in comparison.wrong())
-        sizes = comparison.sizes.items()
-        nonzero = {name for (name, _), size in sizes if size != 0}
-        return list(wrong), {name for (name, _), _ in sizes}.difference(nonzero)
+            sums = partial(self._sum, name, one.outputs)
+            comparison.add(name, sums(), truth, partial(sums, absolute=True))
+        zero = {name for name, size in comparison.sizes.items() if size == 0}
+        # nothing arrives at an adapter before its first step: its one use is compared alone
+        alone = Comparison(self.precision, eps)
+        for name in () if self.is_freed else zero:
+            uses = [use for use in self.uses if name in use.names]
+            if len(uses) == 1:
+                g = {uses[0]: probe(one.outputs[uses[0]])}
+                truth = self._behind(uses[0].edge, g[uses[0]], name)
+                alone.add(name, self._sum(name, g), truth, lambda: None)
+        zero -= {name for name, size in alone.sizes.items() if size > 0}
+        return [*comparison.wrong(), *alone.wrong()], zero
 
-    def _autograd_sums(self, use: RecordedUse, one: BackwardPass) -> dict[str, Tensor]:
-        """Return autograd's gradients of one use with respect to its parameters."""
-        if use in one.copies:
-            (gradient,) = one.copies.pop(use)
-        else:
-            with self._evaluation.active():
-                gradient = gradient_behind(use.output.edge, one.outputs[use][0], use.copy)
-        if gradient is None:
-            return {name: torch.zeros_like(leaf) for name, leaf in use.origins.items()}
-        (name, leaf), *_ = use.origins.items()
-        if use.tensor is leaf:
-            return {name: gradient}
-        origins = {name: self._leaves[name] for name in use.origins}
-        with self._evaluation.active():  # inputs of closures require gradients only inside
-            pulled = vjp({"": use.tensor}, {"": gradient}, origins)
-        return {n: torch.zeros_like(origins[n]) if x is None else x for n, x in pulled.items()}
+    def _autograd_total(self, name: str, u: Tensor, one: BackwardPass) -> Tensor:
+        """Return autograd's gradient of one parameter, given a pass of one vector."""
+        if name in one.totals:
+            return one.totals.pop(name)[0]
+        uses = [use for use in self.uses if name in use.names]
+        if len(uses) == 1:
+            return self._behind(uses[0].edge, one.outputs[uses[0]], name)
+        # a pass from one use may reach another one
+        return self._behind(get_gradient_edge(self.output), u, name)
+
+    def _behind(self, edge: GradientEdge, g: Tensor, name: str) -> Tensor:
+        """Return the gradient of a parameter, given one that passes an edge, ``[1, *]``."""
+        with self._evaluation.active():
+            return edge_vjp(edge, g, get_gradient_edge(self._leaves[name]))[0]
 
     def _sum(
-        self, use: RecordedUse, name: str, outputs: Tensor, absolute: bool = False
+        self, name: str, outputs: Mapping[ParameterUse, Tensor], absolute: bool = False
     ) -> Tensor | None:
-        """Return the sum of one use's gradients over all rows."""
-        gradients = self._of_uses({use: outputs}, by_sample=False, absolute=absolute)
-        found = (x.gradient.sum_over_samples()[0] for x in gradients if x.name == name)
-        return next(found, None)
+        """Return the sum of one parameter's gradients over all rows of its uses."""
+        outputs = {use: g for use, g in outputs.items() if name in use.names}
+        gradients = self._of_uses(outputs, by_sample=False, absolute=absolute)
+        found = [x.gradient.sum_over_samples()[0] for x in gradients if x.name == name]
+        return sum(found) if found else None
 
     # --- gradients of samples
 
     def by_use(
-        self, outputs: dict[RecordedUse, Tensor], elementwise: bool = False
+        self, outputs: dict[ParameterUse, Tensor], elementwise: bool = False
     ) -> Iterator[UseGradient]:
         """Yield the gradients of the uses, one by one.
 
@@ -316,7 +379,7 @@ class RecordedBatch:
         return self._of_uses(outputs, by_position=True, elementwise=elementwise)
 
     def by_parameter(
-        self, outputs: dict[RecordedUse, Tensor], num_vectors: int
+        self, outputs: dict[ParameterUse, Tensor], num_vectors: int
     ) -> dict[str, PerSampleGradient]:
         """Return the gradients of all parameters.
 
@@ -336,7 +399,7 @@ class RecordedBatch:
 
     def _of_uses(
         self,
-        outputs: dict[RecordedUse, Tensor],
+        outputs: dict[ParameterUse, Tensor],
         by_sample: bool = True,
         by_position: bool = False,
         elementwise: bool = False,
@@ -354,56 +417,68 @@ class RecordedBatch:
         shared: dict[tuple, tuple[Tensor, Tensor]] = {}
         uses = self.uses if len(outputs) > 1 else list(outputs)
         for recorded in [use for use in uses if use in outputs]:
-            use, is_assigned = recorded.use, by_sample and recorded.rows is not None
-            pattern, count = (recorded.rows, self.num_samples) if is_assigned else (ALL_ROWS, 1)
+            use, is_assigned = recorded.use, by_sample and recorded.samples is not None
+            axis, count = (recorded.samples, self.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
             num_axes = len(use.row_shape)
             g = use.to_rows(outputs.pop(recorded))
-            g = wide(to_front(g, pattern, count, num_axes, start=1))
-            x = use.inputs and use.inputs()
+            g = wide(to_front(g.detach() if g.requires_grad else g, axis, count, num_axes, start=1))
+            x = use.inputs and use.inputs().detach()
             if x is not None:
                 # layers with the same input share what is made of it, while the input exists
-                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), pattern, num_axes)
+                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), axis, num_axes)
                 given, (_, x) = x, shared.get(how, (None, None))
                 if x is None:
-                    x = wide(to_front(given, pattern, count, num_axes))
+                    x = wide(to_front(given, axis, count, num_axes))
                     if by_position:
                         shared[how] = given, x
             if absolute:
                 x, g = x if x is None else x.abs(), g.abs()
             is_sum = use.is_bias or (elementwise and use.inputs is None)
             make = _as_products if by_position and is_sum else use.gradient
-            for name, leaf in recorded.origins.items():
+            for name in recorded.names:
                 lookup = recorded.lookup if is_assigned else None
-                gradient = _on_parameter(partial(make, x, g), recorded, leaf, lookup)
+                gradient = _on_parameter(partial(make, x, g), recorded, self._leaves[name], lookup)
                 yield UseGradient(recorded, name, gradient, not is_assigned)
+
+
+def to_front(
+    x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int, start: int = 0
+) -> Tensor:
+    """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
+
+    Args:
+        x: Rows. The first ``start`` axes do not number them, the next ``num_axes`` do.
+        samples: The axis of the rows that numbers the samples.
+        num_samples: N.
+        num_axes: Number of axes that together number the rows.
+        start: Number of axes in front of these.
+    """
+    shape, end = x.shape, start + num_axes
+    if samples.axis or samples.before > 1:
+        axis = start + samples.axis
+        x = x.unflatten(axis, (samples.before, num_samples, samples.after))
+        x = x.movedim(axis + 1, start)
+    rows = prod(shape[start:end]) // num_samples
+    return x.reshape(*shape[:start], num_samples, rows, *shape[end:])
+
+
+def _at_output(node: Any, gradients: list[Tensor | None], num_vectors: int) -> Tensor:
+    """Return gradients at a node's output, ``[V, *output]``, given those of some vectors each."""
+    if not gradients or gradients[0] is None:
+        output = metadata(node)
+        shape = num_vectors, *output.shape
+        return torch.zeros((), dtype=output.dtype, device=output.device).expand(shape)
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+
+def _tracked(x: Any) -> Any:
+    """Return a tensor of real numbers as a leaf of graphs, any other one unchanged."""
+    is_real = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().requires_grad_() if is_real else x
 
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like).unsqueeze(0) if gradient is None else gradient
-
-
-def _perturbed(leaves: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return tensors plus random numbers of about their size."""
-    generator, perturbed = torch.Generator().manual_seed(seed), {}
-    for name, leaf in leaves.items():
-        size = leaf.detach().square().mean().sqrt().nan_to_num() + 0.1
-        noise = torch.randn(leaf.shape, generator=generator, device="cpu").to(leaf)
-        perturbed[name] = (leaf.detach() + size * noise).requires_grad_()
-    return perturbed
-
-
-def _sketches(one: BackwardPass, uses: Iterable[RecordedUse]) -> dict[RecordedUse, Tensor]:
-    return {
-        use: sketch(use.use.to_rows(one.outputs[use])[0], len(use.use.row_shape)) for use in uses
-    }
-
-
-def _origins(tensor: Tensor, by_id: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the parameters of which a tensor is a function."""
-    if id(tensor) in by_id:
-        return {by_id[id(tensor)]: tensor}
-    variables = leaf_variables(graph_nodes(tensor))
-    return {by_id[id(leaf)]: leaf for leaf in variables if id(leaf) in by_id}
 
 
 def _as_products(x: None, g: Tensor, entries: Entries) -> OuterProducts:
@@ -414,7 +489,7 @@ def _as_products(x: None, g: Tensor, entries: Entries) -> OuterProducts:
 
 def _on_parameter(
     make: Callable[[Entries], PerSampleGradient],
-    source: RecordedUse | LookedUp,
+    use: ParameterUse | LookedUp,
     leaf: Tensor,
     lookup: LookedUp | None = None,
 ) -> PerSampleGradient:
@@ -422,28 +497,31 @@ def _on_parameter(
 
     Args:
         make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
-        source: The use of a function of the parameter.
+        use: The use of a function of the parameter.
         leaf: The parameter.
         lookup: The lookup of which it is a function, row by row.
     """
-    if source.entries is not None:
-        return make(source.entries)
-    tensor = source.tensor
-    gradient = make(ViewOf.whole("", tensor.shape).entries(source.use))
+    if use.entries is not None:
+        return make(use.entries)
+    source = use.source
+    shape = output_shape(*source[:2])
+    gradient = make(ViewOf.whole("", shape).entries(use.use))
     if lookup is not None and isinstance(gradient, DenseGradient):
-        return _on_table(gradient, tensor, lookup, leaf)
-    return PulledBackGradient(gradient, _pull_back(tensor, leaf), leaf.shape)
+        return _on_table(gradient, source, lookup, leaf)
+    pull_back = _pull_back(source, get_gradient_edge(leaf))
+    return PulledBackGradient(gradient, pull_back, leaf.shape)
 
 
-def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that turns gradients ``[V, n, *tensor]`` into ``[V, n, *source]``."""
-    if tensor is source:
+def _pull_back(source: GradientEdge, target: GradientEdge) -> Callable[[Tensor], Tensor]:
+    """Return a function that turns gradients ``[V, n, *source]`` into ``[V, n, *target]``."""
+    if source[:2] == target[:2]:
         return lambda rows: rows
-    chunks = in_chunks(lambda u: vjp_columns({"": tensor}, u, {"": source}), _ANY_NUMBER)
+    dtype, shape = metadata(*source[:2]).dtype, output_shape(*target[:2])
+    chunks = in_chunks(lambda u: {"": edge_vjp(source, u[""], target)}, _ANY_NUMBER)
 
     def pull_back(rows: Tensor) -> Tensor:
-        out = rows.new_empty(*rows.shape[:2], *source.shape)
-        for columns, chunk in chunks({"": rows.flatten(0, 1)}, {"": tensor.dtype}):
+        out = rows.new_empty(*rows.shape[:2], *shape)
+        for columns, chunk in chunks({"": rows.flatten(0, 1)}, {"": dtype}):
             out.flatten(0, 1)[columns] = chunk[""].to(rows.dtype)
         return out
 
@@ -451,10 +529,10 @@ def _pull_back(tensor: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _on_table(
-    gradient: DenseGradient, tensor: Tensor, lookup: LookedUp, leaf: Tensor
+    gradient: DenseGradient, source: GradientEdge, lookup: LookedUp, leaf: Tensor
 ) -> PerSampleGradient:
     """Return gradients with respect to a table that all samples read at the same indices."""
-    rows = _pull_back(tensor, lookup.output)(gradient.rows(slice(None)))
+    rows = _pull_back(source, lookup.output)(gradient.rows(slice(None)))
     num_vectors, num_samples = rows.shape[:2]
     rows = lookup.use.to_rows(rows.flatten(0, 1)).flatten(1, len(lookup.use.row_shape))
     g = wide(rows.unflatten(0, (num_vectors, num_samples)))

@@ -1,12 +1,11 @@
-"""Rules: how the output of a call depends on its arguments, for all calls that are known.
+"""Rules: how the output of a node of autograd's graph depends on a parameter.
 
-To add a layer, write a file with one function that takes the arguments of PyTorch's function and
-returns a ``Use`` for each argument that may be a parameter, register it with ``handles``, and
-import the file in ``layers/__init__.py``.
+A node names its operation, and has saved what its backward pass needs. To add a layer, write a
+function that takes a node and the position of an input, and returns the ``Use`` of this input;
+register it with ``reads``, and import its file in ``layers/__init__.py``.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.backward import NoDerivativeError, without_selective_checkpoints
 from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
@@ -25,10 +25,12 @@ Slope = Callable[[], Tensor] | float
 
 @dataclass
 class Use:
-    """The way in which a call's output depends on one argument.
+    """The way in which a node's output depends on one of its inputs, the argument.
 
     Attributes:
         row_shape: Lengths of the axes that number the rows.
+        row_axes: The axis of the output that each of these is, ``None`` for one that is no axis of
+            the output. The axis that numbers the samples is one of them.
         to_rows: Turns gradients of the output, ``[V, *output]``, into rows
             ``[V, *row_shape, *features]``. Each row belongs to one sample.
         gradient: Returns the gradients of the samples. Its arguments are inputs ``[N, S, *]``
@@ -41,9 +43,12 @@ class Use:
         is_bias: Whether the argument is added to a product with a matrix.
         joins_weight: Whether this bias is added once to each row of the product. It is then the
             weight of one more input, the constant one.
+        output_shape: A shape of the output in the same order of memory, to which ``row_axes``
+            refer. Default: the shape that it has.
     """
 
     row_shape: tuple[int, ...]
+    row_axes: tuple[int | None, ...]
     to_rows: Callable[[Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Entries], PerSampleGradient]
     inputs: Callable[[], Tensor] | None = None
@@ -51,84 +56,56 @@ class Use:
     is_product: bool = False
     is_bias: bool = False
     joins_weight: bool = False
+    output_shape: tuple[int, ...] | None = None
 
 
 class RuleError(RuntimeError):
-    """An error inside of a rule: a mistake in it, or arguments that it does not foresee."""
+    """An error inside of a rule: a mistake in it, or a node that it does not foresee."""
 
 
-class Rule:
-    """Knows the uses of a function's arguments.
+#: Takes a node and the position of one of its inputs; returns the use of this input, ``None`` if
+#: it knows none.
+Rule = Callable[[Any, int], Use | None]
 
-    Args:
-        uses: Takes the function's arguments, returns uses by name or position of an argument.
-        repeats: See ``handles``.
-        in_place: See ``handles``.
-    """
-
-    def __init__(
-        self,
-        uses: Callable[..., Mapping[str | int, Use | None]],
-        repeats: bool = False,
-        in_place: bool = False,
-    ):
-        self._uses, self.repeats, self.in_place = uses, repeats, in_place
-        self._signature = inspect.signature(uses)
-        self._names = list(self._signature.parameters)
-        self._takes: dict[tuple, bool] = {}  # whether it takes so many arguments, and these names
-
-    def __call__(self, args: tuple, kwargs: dict) -> dict[int | str, Use]:
-        """Return the uses by position, or name if passed by name; none if the call is unknown.
-
-        Raises:
-            RuleError: If the rule raises an error, other than a ``NotImplementedError`` for a call
-                that it does not know.
-        """
-        key = len(args), *kwargs
-        if key not in self._takes:
-            try:
-                self._signature.bind(*args, **kwargs)
-                self._takes[key] = True
-            except TypeError:
-                self._takes[key] = False
-        if not self._takes[key]:
-            return {}
-        try:
-            uses = self._uses(*args, **kwargs)
-        except NotImplementedError:
-            return {}
-        except Exception as error:
-            name = getattr(self._uses, "__qualname__", repr(self._uses))
-            raise RuleError(
-                f"The rule {name} for gradients of a layer fails: {error!r}. See above for where; "
-                "it may raise a NotImplementedError for calls that it does not know."
-            ) from error
-        return {
-            name if isinstance(name, int) or name in kwargs else self._names.index(name): use
-            for name, use in uses.items()
-            if use is not None
-        }
+#: The rules by the names of nodes.
+RULES: dict[str, Rule] = {}
 
 
-RULES: dict[Callable, Rule] = {}
-
-
-def handles(
-    *functions: Callable, repeats: bool = False, in_place: bool = False
-) -> Callable[[Callable], Callable]:
-    """Register a function that knows the uses of the arguments of some PyTorch functions.
+def reads(*names: str) -> Callable[[Rule], Rule]:
+    """Register a function that knows the uses of the inputs of some nodes.
 
     Args:
-        *functions: The PyTorch functions.
-        repeats: Whether calls without data may repeat a parameter, as a token for each sample.
-        in_place: Whether they write to their first argument.
+        *names: What ``name()`` of the nodes returns, such as ``"AddmmBackward0"``. That of a
+            ``torch.autograd.Function`` ``F`` is ``"FBackward"``.
     """
 
-    def register(uses: Callable) -> Callable:
-        RULES.update(dict.fromkeys(functions, Rule(uses, repeats, in_place)))
-        return uses
+    def register(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
 
     return register
+
+
+def use_of(node: Any, position: int) -> Use | None:
+    """Return the use of an input of a node, ``None`` if no rule knows it.
+
+    Raises:
+        RuleError: If there is a mistake in the rule.
+    """
+    rule = RULES.get(node.name())
+    if rule is None:
+        return None
+    try:
+        with without_selective_checkpoints():
+            return rule(node, position)
+    except NoDerivativeError:
+        raise
+    except Exception as error:
+        name = getattr(rule, "__qualname__", repr(rule))
+        raise RuleError(
+            f"The rule {name} for gradients of a layer fails: {error!r}. See above for where; "
+            "it may return None for nodes that it does not know."
+        ) from error
 
 
 def contraction(
@@ -137,6 +114,7 @@ def contraction(
     w_shape: Sequence[int],
     to_product: Callable[[Tensor], Tensor] = lambda g: g,
     x_shape: Sequence[int] | None = None,
+    output_axes: Sequence[int | None] | None = None,
 ) -> Use | None:
     """Return the use of ``w`` in ``out = einsum(equation, x, w)``.
 
@@ -144,9 +122,11 @@ def contraction(
         equation: A name for each axis of ``x``, ``w`` and ``out``, such as
             ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
         x: The other factor, or a function that returns it.
-        w_shape: The argument's shape, perhaps in other axes than those that the call got.
-        to_product: Turns gradients of the call's output, ``[V, *]``, into those of ``out``.
+        w_shape: The argument's shape, perhaps in other axes than the input.
+        to_product: Turns gradients of the node's output, ``[V, *]``, into those of ``out``.
         x_shape: The other factor's shape, if ``x`` is a function.
+        output_axes: The axis of the node's output that each axis of ``out`` is, ``None`` for one
+            that is none. Default: the same axes.
 
     Returns:
         The use; ``None`` if a tensor repeats an axis, or if an axis of ``w`` alone is summed.
@@ -171,8 +151,12 @@ def contraction(
         value = value.permute(axes.of_inputs)
         return value.reshape(*value.shape[:num_axes], num_groups, num_inner)
 
+    of_rows = [axis - 1 for axis in axes.of_rows[:num_axes]]
+    if output_axes is not None:
+        of_rows = [output_axes[axis] for axis in of_rows]
     return Use(
         tuple(x_shape[axis] for axis in axes.rows),
+        tuple(of_rows),
         to_rows,
         OuterProducts,
         inputs,
@@ -259,7 +243,7 @@ def broadcast(
     def gradient(x: None, g: Tensor, entries: Entries) -> PerSampleGradient:
         return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
-    return Use(tuple(output[axis] for axis in rows), to_rows, gradient)
+    return Use(tuple(output[axis] for axis in rows), tuple(rows), to_rows, gradient)
 
 
 def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:

@@ -1,7 +1,10 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import reduce
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
@@ -14,7 +17,7 @@ from curvlinops.linear_operator.vector_gradients import product_with_graph
 from curvlinops.linear_operator.vectors import (
     Array,
     FromColumns,
-    check_finite,
+    columns_of,
     is_followed,
     is_native,
     is_scalar,
@@ -29,7 +32,7 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_METHODS
-from curvlinops.support.processes import raised_in_all
+from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
@@ -59,6 +62,24 @@ else:
 _LARGEST_DENSE = 4 * 2**30
 #: Bytes of vectors that ``to_dense`` multiplies at once.
 _DENSE_BLOCK = 64 * 2**20
+
+#: Whether ``linearized()`` is being entered for the caller's own code.
+IS_FOR_CALLER: ContextVar[bool] = ContextVar("is_for_caller", default=True)
+
+
+@contextmanager
+def all_linearized(
+    *operators: "TorchLinearOperator", runs_callback: bool = False
+) -> Iterator[None]:
+    """Linearize operators; inside, none of the caller's code runs, but perhaps a callback."""
+    with ExitStack() as stack:
+        token = IS_FOR_CALLER.set(runs_callback)
+        try:
+            for operator in operators:
+                stack.enter_context(operator.linearized())
+        finally:
+            IS_FOR_CALLER.reset(token)
+        yield
 
 
 _SOLVE = "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
@@ -223,6 +244,9 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
             return self._apply(columns)
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
+    #: Whether ``_apply`` takes, and then returns, vectors as one tensor, ``{"": [K, dim]}``, too.
+    _takes_whole = False
+
     def _operands(self) -> "tuple[TorchLinearOperator, ...]":
         """Return the operators that this one multiplies with, see ``linearized``."""
         return ()
@@ -233,9 +257,8 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
         Of several groups it is the largest, all of whose processes wait for a product.
         """
-        found = [self.domain.group, *(operand._group for operand in self._operands())]
-        groups = [group for group in found if group is not None]
-        return max(groups, key=lambda group: group.size(), default=None)
+        operands = (operand._group for operand in self._operands())
+        return largest_group([self.domain.group, *operands])
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
@@ -259,13 +282,15 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
     def _product(self, x: Any, adjoint: bool = False) -> Any:
         """Multiply vectors of any kind by the operator, or by its adjoint."""
         domain, codomain = self._spaces_of(adjoint)
-        columns, from_columns = self._to_columns(x, domain)
+        columns, from_columns = self._to_columns(x, domain, self._takes_whole)
         return from_columns(self._multiply_columns(columns, adjoint), codomain)
 
-    def _to_columns(self, x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
+    def _to_columns(
+        self, x: Any, space: ParameterSpace, whole: bool = False
+    ) -> tuple[Columns, FromColumns]:
         """Read vectors; an error in one process is raised in all that multiply together."""
         with raised_in_all(self._group):
-            return to_columns(x, space)
+            return to_columns(x, space, whole)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
@@ -273,8 +298,7 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         domain, codomain = self._spaces_of(adjoint)
         with raised_in_all(self._group):
             rows = rows.to(domain.device, domain.dtype)
-            columns = domain.split_rows(rows)
-            check_finite(columns, rows)
+            columns = columns_of(rows, domain, self._takes_whole)
         return codomain.join_rows(self._multiply_columns(columns, adjoint))
 
     def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
@@ -282,7 +306,8 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         if is_followed(columns):
             return product_with_graph(self, columns, adjoint)
         out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-        self._spaces_of(adjoint)[1].check(out)
+        if not self._takes_whole:
+            self._spaces_of(adjoint)[1].check(out)
         taken = {column.untyped_storage().data_ptr() for column in columns.values()}
         aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
         return out | {name: column.clone() for name, column in aliases.items()}
@@ -420,7 +445,7 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         num, length = (rows, columns) if by_rows else (columns, rows)
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        with solver_bar("to_dense"), self.linearized() if num > chunk else nullcontext():
+        with solver_bar("to_dense"), all_linearized(*[self] * (num > chunk)):
             expect_products(num)
             for start in range(0, num, chunk):
                 part = out[start : start + chunk]
@@ -562,29 +587,35 @@ class _Composite(TorchLinearOperator):
 
 
 class SumLinearOperator(_Composite):
-    """The sum of two operators."""
+    """The sum of operators; a sum among them gives its terms."""
 
-    def __init__(self, first: TorchLinearOperator, second: TorchLinearOperator):
-        if first.shape != second.shape:
-            raise ValueError(
-                f"Operators of shapes {first.shape} and {second.shape} cannot be added."
-            )
-        first.domain.check_compatible(second.domain)
-        first.codomain.check_compatible(second.codomain)
-        # of two spaces that agree, keep the one that has parameter structure
-        domain = second.domain if first.domain.is_flat else first.domain
-        codomain = second.codomain if first.codomain.is_flat else first.codomain
-        dtype = torch.promote_types(first.torch_dtype, second.torch_dtype)
-        self.terms = (first._widened(dtype), second._widened(dtype))
-        symmetric = first.self_adjoint and second.self_adjoint
+    def __init__(self, *operators: TorchLinearOperator):
+        first, *others = operators
+        for other in others:
+            if first.shape != other.shape:
+                raise ValueError(
+                    f"Operators of shapes {first.shape} and {other.shape} cannot be added."
+                )
+            first.domain.check_compatible(other.domain)
+            first.codomain.check_compatible(other.codomain)
+        # of spaces that agree, keep one that has parameter structure
+        domain = min((x.domain for x in operators), key=lambda space: space.is_flat)
+        codomain = min((x.codomain for x in operators), key=lambda space: space.is_flat)
+        dtype = reduce(torch.promote_types, (x.torch_dtype for x in operators))
+        terms = _members(operators, SumLinearOperator, "terms")
+        self.terms = tuple(term._widened(dtype) for term in terms)
+        symmetric = all(x.self_adjoint for x in operators)
         super().__init__(domain.to(dtype=dtype), codomain.to(dtype=dtype), symmetric)
 
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self.terms
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        first, second = (self._apply_term(term, columns, names) for term in self.terms)
-        return {name: first[name] + second[name] for name in names}
+        total: Columns = {}
+        for term in self.terms:
+            part = self._apply_term(term, columns, names)
+            total = {name: total[name] + part[name] for name in names} if total else part
+        return total
 
     def _apply_term(self, term: TorchLinearOperator, columns: Columns, names: list[str]) -> Columns:
         named_alike = term.codomain.names == self.codomain.names
@@ -597,6 +628,14 @@ class SumLinearOperator(_Composite):
 
     def _transposed(self) -> TorchLinearOperator:
         return SumLinearOperator(*(term.T for term in self.terms))
+
+
+def _members(
+    operators: Iterable[TorchLinearOperator], kind: type, name: str
+) -> Iterator[TorchLinearOperator]:
+    """Yield operators, with the members of sums or products in their places."""
+    for operator in operators:
+        yield from getattr(operator, name) if type(operator) is kind else (operator,)
 
 
 class ScaledLinearOperator(_Composite):
@@ -622,40 +661,43 @@ class ScaledLinearOperator(_Composite):
 
 
 class ProductLinearOperator(_Composite):
-    """The product of two operators; the second is applied first."""
+    """The product of operators, the last of which is applied first."""
 
-    def __init__(self, left: TorchLinearOperator, right: TorchLinearOperator):
-        if left.shape[1] != right.shape[0]:
-            raise ValueError(
-                f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
-            )
-        left.domain.check_compatible(right.codomain)
-        if left.domain.is_sharded and not (left.codomain.is_sharded or right.domain.is_sharded):
-            raise TypeError(
-                "Rows belong to single processes, and parameters are sharded, so that no process "
-                "has a product of rows with rows of other processes. Use gram() for the rows of "
-                "one process, or the other order, J.T @ J."
-            )
-        dtype = torch.promote_types(left.torch_dtype, right.torch_dtype)
-        self.left, self.right = left._widened(dtype), right._widened(dtype)
-        super().__init__(right.domain.to(dtype=dtype), left.codomain.to(dtype=dtype))
+    def __init__(self, *operators: TorchLinearOperator):
+        for left, right in pairwise(operators):
+            if left.shape[1] != right.shape[0]:
+                raise ValueError(
+                    f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
+                )
+            left.domain.check_compatible(right.codomain)
+            if left.domain.is_sharded and not (left.codomain.is_sharded or right.domain.is_sharded):
+                raise TypeError(
+                    "Rows belong to single processes, and parameters are sharded, so that no "
+                    "process has a product of rows with rows of other processes. Use gram() for "
+                    "the rows of one process, or the other order, J.T @ J."
+                )
+        dtype = reduce(torch.promote_types, (x.torch_dtype for x in operators))
+        factors = _members(operators, ProductLinearOperator, "factors")
+        self.factors = tuple(factor._widened(dtype) for factor in factors)
+        domain, codomain = operators[-1].domain, operators[0].codomain
+        super().__init__(domain.to(dtype=dtype), codomain.to(dtype=dtype))
 
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
-        return self.left, self.right
+        return self.factors
 
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        columns = self.right.domain.convert(columns, self.domain)
-        columns = self.right._apply_restricted(columns, self.right.codomain.names)
-        columns = self.left.domain.convert(columns, self.right.codomain)
-        return self.codomain.convert(
-            self.left._apply_restricted(columns, names), self.left.codomain
-        )
+        space = self.domain
+        for number, factor in reversed([*enumerate(self.factors)]):
+            columns = factor.domain.convert(columns, space)
+            wanted = factor.codomain.names if number else names
+            columns, space = factor._apply_restricted(columns, wanted), factor.codomain
+        return self.codomain.convert(columns, space)
 
     def _formula(self) -> str:
-        return f"{_in_parentheses(self.left)} @ {_in_parentheses(self.right)}"
+        return " @ ".join(map(_in_parentheses, self.factors))
 
     def _transposed(self) -> TorchLinearOperator:
-        return ProductLinearOperator(self.right.T, self.left.T)
+        return ProductLinearOperator(*(factor.T for factor in reversed(self.factors)))
 
 
 class PowerLinearOperator(_Composite):

@@ -331,6 +331,10 @@ class GatheredColumns(Mapping):
         part = self.parts[name]
         return self._gather(name, part) if isinstance(part, Tensor) else part
 
+    # by default, a mapping tells by reading it
+    def __contains__(self, name: object) -> bool:
+        return name in self.parts
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.parts)
 

@@ -165,15 +165,20 @@ class ParameterSpace:
         }
 
     def join_rows(self, columns: Columns) -> Tensor:
-        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible)."""
+        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible).
+
+        Vectors that are one tensor, ``{"": [K, dim]}``, are returned as they are.
+        """
+        if "" in columns:
+            return flat(columns[""])
         if len(self.shapes) == 1:
             return flat(columns[self.names[0]])
-        if (vectors := self._joined_view(columns)) is not None:
+        if (vectors := self.joined_view(columns)) is not None:
             return vectors
         parts = [flat(columns[name]) for name in self.shapes]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _joined_view(self, columns: Columns) -> Tensor | None:
+    def joined_view(self, columns: Columns) -> Tensor | None:
         """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
         sized = [
             (columns[n], size) for n, size in zip(self.shapes, self._sizes, strict=True) if size

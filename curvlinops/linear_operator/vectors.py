@@ -55,13 +55,14 @@ def is_scalar(x: Any) -> bool:
     return scalar
 
 
-def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
+def to_columns(x: Any, space: ParameterSpace, whole: bool = False) -> tuple[Columns, FromColumns]:
     """Read one or several vectors.
 
     Args:
         x: A numpy array or tensor ``[D]`` or ``[D, K]``, or a list or mapping of tensors
             ``[*shape]`` or ``[*shape, K]``, one for each parameter.
         space: The space of the vectors. They are moved to its device and cast to its dtype.
+        whole: Whether arrays that autograd does not follow are columns ``{"": [K, D]}``.
 
     Returns:
         The vectors as columns, and the function that writes a product in the same kind. Autograd
@@ -90,8 +91,7 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         raise ValueError(
             f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
         )
-    columns = space.split_rows(flat.unsqueeze(0) if flat.ndim == 1 else flat.T)
-    check_finite(columns, flat)
+    columns = columns_of(flat.unsqueeze(0) if flat.ndim == 1 else flat.T, space, whole)
 
     def from_columns(out: Columns, codomain: ParameterSpace) -> Tensor | np.ndarray:
         rows = codomain.join_rows(out)
@@ -99,6 +99,27 @@ def to_columns(x: Any, space: ParameterSpace) -> tuple[Columns, FromColumns]:
         return product.cpu().numpy() if isinstance(x, np.ndarray) else product
 
     return columns, from_columns
+
+
+def columns_of(rows: Tensor, space: ParameterSpace, whole: bool) -> Columns:
+    """Return vectors ``[K, dim]`` as columns of a space, or as ``{"": [K, dim]}``.
+
+    Args:
+        rows: The vectors.
+        space: Their space.
+        whole: Whether vectors that autograd does not follow are one tensor.
+
+    Raises:
+        ValueError: If a value is NaN or infinite.
+    """
+    columns = {"": rows}
+    is_finite = not_finite(columns) is None
+    if is_finite and whole and not is_followed(columns):
+        return columns
+    columns = space.split_rows(rows)
+    if not is_finite:
+        check_finite(columns)
+    return columns
 
 
 def _from_numpy(x: np.ndarray, space: ParameterSpace) -> Tensor:
@@ -192,17 +213,13 @@ def _check_real(is_complex: bool) -> None:
         )
 
 
-def check_finite(columns: Columns, joined: Tensor | None = None) -> None:
+def check_finite(columns: Columns) -> None:
     """Refuse vectors that are not finite.
-
-    Args:
-        columns: The vectors.
-        joined: The same numbers in one tensor, if there is one.
 
     Raises:
         ValueError: If a value is NaN or infinite.
     """
-    name = not_finite(columns, joined)
+    name = not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

@@ -1,7 +1,7 @@
 """The interface of losses: their terms, with derivatives and samples."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import canonical
+from curvlinops.autodiff.linear import Linear
 from curvlinops.support.arguments import PLAIN
 from curvlinops.support.torch_internals import without_torch_function
-
-#: Multiplies columns ``[K, *output]`` by a matrix that is block-diagonal in the terms.
-OutputMatrix = Callable[[Tensor], Tensor]
 
 #: The losses in closed form, by their PyTorch module; filled in ``__init__.py``.
 KNOWN_LOSSES: dict[type[nn.Module], type["Loss"]] = {}
@@ -39,6 +37,8 @@ class Loss(ABC):
         reduction: ``"sum"`` or ``"mean"``.
     """
 
+    #: The modules that the user's loss uses, if it has no closed form.
+    roots: Sequence[nn.Module] = ()
     #: Whether the value depends on more than the values of output and target: the loss
     #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
     #: (weight decay). Then there are no derivatives with respect to the output alone.
@@ -117,8 +117,8 @@ class Loss(ABC):
         value, multiply = self._gradient_at(rows, z), self._hessian_at(rows, z)
         return _WithDerivative.apply(output, value, multiply)
 
-    def hessian(self, output: Tensor, target: Any) -> OutputMatrix:
-        """Return products with the Hessian of ``sum`` w.r.t. the output."""
+    def hessian(self, output: Tensor, target: Any) -> Linear:
+        """Return products of ``[K, *output]`` with the Hessian of ``sum`` w.r.t. the output."""
         return self._hessian_at(self._rows(output, target), output)
 
     def hessian_sqrt(
@@ -178,15 +178,14 @@ class Loss(ABC):
                 f"sampled. {_supported()}"
             )
 
-    def outer(self, vectors: Tensor, output: Tensor) -> OutputMatrix:
-        """Return products with the average outer product of vectors, term by term.
+    def outer(self, vectors: Tensor, output: Tensor) -> Linear:
+        """Return products of ``[K, *output]`` with the mean outer product of vectors, by term.
 
         Args:
             vectors: ``[M, *output]``.
             output: The model's output.
         """
-        multiply = outer(self.to_terms(vectors))
-        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
+        return self._on_output(outer(self.to_terms(vectors)), output)
 
     # --- formulas
 
@@ -199,10 +198,17 @@ class Loss(ABC):
         # targets may require gradients
         return self.from_terms(self._gradient(*rows).unsqueeze(0), output)[0].detach()
 
-    def _hessian_at(self, rows: tuple[Tensor, Any], output: Tensor) -> OutputMatrix:
+    def _hessian_at(self, rows: tuple[Tensor, Any], output: Tensor) -> Linear:
         """Return ``hessian``, given z and y."""
-        multiply = self._hessian(*rows)
-        return lambda v: self.from_terms(multiply(self.to_terms(v)), output)
+        return self._on_output(self._hessian(*rows), output)
+
+    def _on_output(self, multiply: Linear, output: Tensor) -> Linear:
+        """Return a function of rows ``[K, T, C]`` as one of columns ``[K, *output]``."""
+
+        def product(v: Tensor) -> Tensor:
+            return self.from_terms(multiply(self.to_terms(v)), output)
+
+        return Linear(product, (output, *multiply.tensors))
 
     @abstractmethod
     def _target_rows(self, output: Tensor, target: Any) -> Any:
@@ -213,8 +219,8 @@ class Loss(ABC):
         """Return the terms' gradients ``[T, C]``."""
 
     @abstractmethod
-    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
-        """Return products of ``[K, T, C]`` with the terms' Hessians."""
+    def _hessian(self, z: Tensor, y: Any) -> Linear:
+        """Return products of ``[K, T, C]`` with the terms' Hessians, and the tensors they need."""
 
     def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
         """Return some columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
@@ -263,14 +269,14 @@ def conversion_of(target: Any) -> str:
     return " Pass torch.as_tensor(y)." if isinstance(target, np.ndarray | list) else ""
 
 
-def outer(rows: Tensor) -> OutputMatrix:
+def outer(rows: Tensor) -> Linear:
     """Return products of ``[K, T, C]`` with the mean over M of ``rows[m, t] rows[m, t]^T``."""
 
     def multiply(v: Tensor) -> Tensor:
         inner = torch.einsum("mtc,ktc->kmt", rows, v) / rows.shape[0]
         return torch.einsum("kmt,mtc->ktc", inner, rows)
 
-    return multiply
+    return Linear(multiply, (rows,))
 
 
 def with_diagonal(columns: Tensor, entries: Tensor, first: int) -> Tensor:
@@ -302,7 +308,7 @@ class _WithDerivative(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, multiply: Callable) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, multiply: Linear) -> Tensor:
         """Return the value."""
         ctx.multiply = multiply
         return value.view_as(value)

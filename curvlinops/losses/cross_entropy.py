@@ -1,12 +1,12 @@
 """Cross-entropy of logits, and negative log-likelihood of log-probabilities."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
 from curvlinops.support.norms import wide
 
@@ -122,8 +122,8 @@ class NegativeLogLikelihood(ClassAxisLoss):
         value = kept.to(z.dtype) if weight is None else weight[indices] * kept
         return torch.zeros_like(z).scatter(1, indices.unsqueeze(1), -value.unsqueeze(1))
 
-    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
-        return torch.zeros_like
+    def _hessian(self, z: Tensor, y: Any) -> Linear:
+        return Linear(torch.zeros_like, ())
 
 
 class CrossEntropy(ClassAxisLoss):
@@ -177,7 +177,7 @@ class CrossEntropy(ClassAxisLoss):
         weighted, p = self._weighted_targets(z, y), z.softmax(1)
         return _balanced(weighted.sum(1, keepdim=True) * p - weighted, p)
 
-    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: Any) -> Linear:
         p = z.softmax(1)
         scaled, top = self._scale(z, y) * p, p.argmax(1, keepdim=True)
 
@@ -186,7 +186,7 @@ class CrossEntropy(ClassAxisLoss):
             v = v - v.gather(-1, top.expand(*v.shape[:-1], 1))
             return scaled * (v - (p * v).sum(-1, keepdim=True))
 
-        return multiply
+        return Linear(multiply, (p, scaled, top))
 
     def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
         """Return ``sqrt(s) (diag r - p r^T)`` with ``r = sqrt(p)``.

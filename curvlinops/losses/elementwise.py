@@ -1,13 +1,13 @@
 """Losses that are sums or means over the entries of the output."""
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
 from curvlinops.support.norms import wide
 
@@ -65,9 +65,9 @@ class ElementwiseLoss(Loss):
     def _gradient(self, z: Tensor, y: Any) -> Tensor:
         return self._inner_scale(z) * self._first(z, y)
 
-    def _hessian(self, z: Tensor, y: Any) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: Any) -> Linear:
         diagonal = self._inner_scale(z) * self._second(z, y)
-        return lambda v: diagonal * v
+        return Linear(lambda v: diagonal * v, (diagonal,))
 
     def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
         root = self._root(z, y)[:, columns].expand(len(z), -1)

@@ -1,21 +1,29 @@
 """Losses without a closed form: sums or means over samples."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
+from curvlinops.autodiff.custom_functions import (
+    Gradient,
+    can_compare,
+    check_derivative,
+    directions,
+)
 from curvlinops.autodiff.evaluation import IsolatedModules
-from curvlinops.autodiff.finite_differences import can_compare, check_derivative
+from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.losses.base import DependentLossError, Loss
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
-from curvlinops.support.norms import wide
+from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.warnings import first_line, warn
+
+Tensors = Mapping[str, Tensor]
 
 #: Largest difference of a loss and the sum of its samples' losses, relative to their absolute
 #: values; 5e-2 in half precision.
@@ -38,7 +46,7 @@ class AdditiveLoss(Loss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        self._roots = find_modules(module)
+        self.roots = find_modules(module)
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""
@@ -152,7 +160,7 @@ class AdditiveLoss(Loss):
     def _gradient(self, z: Tensor, y: tuple[Tensor, Any]) -> Tensor:
         return self.to_terms(self.differentiable_gradient(*y).detach().unsqueeze(0))[0]
 
-    def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Callable[[Tensor], Tensor]:
+    def _hessian(self, z: Tensor, y: tuple[Tensor, Any]) -> Linear:
         output, target = y
         gradient, functions = self._differentiated(output, target)
 
@@ -168,13 +176,10 @@ class AdditiveLoss(Loss):
             columns = self.from_terms(v, output)
             return self.to_terms(torch.stack([product(column) for column in columns]))
 
-        return multiply
+        return Linear(multiply, (output, gradient))
 
     def _compare(self, product: Callable, output: Tensor, target: Any, functions: set[str]) -> None:
         """Compare a Hessian product of a loss with custom functions with central differences."""
-        generator = torch.Generator(output.device).manual_seed(0)
-        options = {"dtype": output.dtype, "device": output.device, "generator": generator}
-        v = torch.randn(output.shape, **options)
         remedy = (
             "The backward of a custom autograd.Function in the loss (one of "
             f"{', '.join(sorted(functions))}) may not be differentiable, as in fused losses that "
@@ -186,10 +191,18 @@ class AdditiveLoss(Loss):
             warn(f"{what} cannot be compared with differences in {output.dtype}. {remedy}")
             return
 
-        def function(z: Tensor) -> Tensor:
-            return self.differentiable_gradient(z.requires_grad_(), target).detach()
+        def function(z: Tensors) -> Tensors:
+            leaf = z[""].clone().requires_grad_()
+            return {"": self.differentiable_gradient(leaf, target).detach()}
 
-        check_derivative(product(v), function, output, v, [output.dtype], what, remedy)
+        def norms(gradient: Tensors) -> Tensor:
+            """Return a norm for each entry of the samples."""
+            return double_norm(gradient[""].reshape(len(output), -1), 0)
+
+        at = {"": output}
+        near = dict(directions(at, at, seed=0))
+        gradient = Gradient(at, near, function, lambda v: {"": product(v[""])}, [""], norms)
+        check_derivative(gradient, [output.dtype], what, remedy)
 
     def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:
         """Return ``column^T d gradient / d leaf``, differentiable with respect to the column."""
@@ -216,7 +229,7 @@ class AdditiveLoss(Loss):
             )
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
-        with IsolatedModules(self._roots, keep_graphs=True).active():
+        with IsolatedModules(self.roots, keep_graphs=True).active():
             # a copy, since some losses overwrite the output
             value = self.module(output.clone(), copy_containers(target))
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():

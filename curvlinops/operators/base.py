@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
-from curvlinops.autodiff.parameters import check_complete, split_blocks
+from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
 from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
-from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
-from curvlinops.risk.derivatives import Apply
 from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
@@ -57,9 +57,9 @@ class DataLinearOperator(TorchLinearOperator):
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check at construction, on the first batch, that data, loss
-            and gradient repeat. Operators of single samples also check that the samples of a batch
-            do not interact. In products, custom autograd functions of the model are compared (see
-            the page Conventions).
+            and gradient repeat, and that samples do not interact in the model; except in one batch
+            that is all data, for operators that are not made of single samples. In products, custom
+            autograd functions of the model are compared (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -103,6 +103,7 @@ class DataLinearOperator(TorchLinearOperator):
     chunk_size: int | None = None
     process_group: "torch.distributed.ProcessGroup | None" = None
 
+    @in_default_modes
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
         with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
@@ -111,7 +112,11 @@ class DataLinearOperator(TorchLinearOperator):
                 self.chunk_size = check_count("chunk_size", self.chunk_size)
             if isinstance(self.params, Iterator):  # it yields its tensors only once
                 self.params = list(self.params)
-            model = wrap_model(self.model_func, self.params)
+            try:
+                model = wrap_model(self.model_func, self.params)
+            except ValueError:
+                self._check_parameters_of_loss()
+                raise
             ranks.shards = model.shards
         with peers_of(ranks).raise_on_all_ranks(), exclusive():
             self.risk = EmpiricalRisk(
@@ -136,8 +141,8 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- what a subclass says
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
-        """Do all on a batch that does not depend on the vectors; return what does.
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
 
         Args:
             problem: Model and loss on the batch.
@@ -196,7 +201,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _linearizations(self, num_products: int) -> Any:
         """Return a context that yields ``_linearize`` of each batch, for a number of products."""
 
-        def build(problem: BatchProblem, is_kept: bool) -> Any:
+        def build(problem: BatchProblem, is_kept: bool) -> Linear:
             single = num_products == 1 and not is_kept and problem.can_substitute
             return self._linearize(problem, single)
 
@@ -213,7 +218,7 @@ class DataLinearOperator(TorchLinearOperator):
         shared = linearization_of(self)
         if shared is None:
             with self._batches(task) as batches:
-                yield (build(problem, False) for problem in batches)
+                yield (build(problem, False)[0] for problem in batches)
             return
         with exclusive():
             shared.check()
@@ -229,24 +234,37 @@ class DataLinearOperator(TorchLinearOperator):
 
         The first product keeps what does not depend on its vectors, batch by batch. Once that of
         all batches is kept, no data is read, moved or compared. All is freed at the end. The
-        context may be entered again inside, and belongs to the thread that enters it.
+        context may be entered again inside, and belongs to the thread that enters it; in a
+        generator, it holds while the generator runs.
 
         Raises:
-            RuntimeError: In products inside, if a parameter or buffer was written to. Other changes
-                of model, loss and data are not noticed.
+            RuntimeError: In products inside, if PyTorch tells that a parameter or buffer was
+                written to; at the end, if one has other numbers or was replaced. Other changes of
+                model, loss and data are not noticed.
         """
         if linearization_of(self) is not None:
             yield
             return
-        with linearizing(self, self._linearization()):
+        linearization = self._linearization(IS_FOR_CALLER.get())
+        with linearizing(self, linearization):
             yield
+            self._compare(linearization)
 
     @in_default_modes
-    def _linearization(self) -> Linearization:
-        with exclusive():
+    def _linearization(self, is_compared: bool) -> Linearization:
+        with raised_in_all(self._group), exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
-        return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)
+        budget = budget_of(self.cache, self.device)
+        return Linearization(type(self).__name__, budget, tensors, is_compared)
+
+    @in_default_modes
+    def _compare(self, linearization: Linearization) -> None:
+        """Refuse a model that is another one than at the first product inside."""
+        if linearization.is_open and linearization.is_compared:
+            with exclusive():
+                self.risk.model.refresh()
+                linearization.compare(self.risk.tensors())
 
     @contextmanager
     def _batches(
@@ -348,6 +366,20 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- checks
 
+    def _check_parameters_of_loss(self) -> None:
+        """Refuse parameters of the loss in ``params``, by name."""
+        given = self.params.values() if is_named(self.params) else self.params
+        for root in find_modules(self.loss_func):
+            for name, parameter in root.named_parameters():
+                if any(parameter is x for x in given):
+                    raise ValueError(
+                        f"'{name}' in params, of shape {list(parameter.shape)}, is a parameter of "
+                        f"the loss, {type(root).__name__}. Operators differentiate the model: let "
+                        "a Module hold the model and this parameter, and return what a loss "
+                        "without parameters takes, such as the logits of a head, or logits times "
+                        "a temperature. Pass that as model_func."
+                    ) from None
+
     def _check_shards(self) -> None:
         """Refuse a sharded model without the group of its processes, or a sharded loss."""
         if (shards := self.risk.model.shards) is None:
@@ -364,9 +396,9 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.model.shards is not None:
             check_training(self.risk.model.module)
         singles_of = type(self).__name__ if self._per_sample else None
-        report_batch_statistics(self.risk.model.roots, singles_of)
+        may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
-            check_repeatable(self.risk, self._per_sample)
+            check_repeatable(self.risk, may_couple)
         self.risk.learn(train_flags=train_flags(self.risk.model.roots))
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:

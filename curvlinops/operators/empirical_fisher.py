@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns
-from curvlinops.losses.base import OutputMatrix, outer
+from curvlinops.losses.base import outer
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.sample_rows import (
     add_transposed,
@@ -18,7 +19,7 @@ from curvlinops.operators.sample_rows import (
     rows_of,
 )
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Apply, gauss_newton
+from curvlinops.risk.derivatives import gauss_newton
 from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
@@ -54,15 +55,15 @@ class EFLinearOperator(DataLinearOperator):
         check_choice("terms", self.terms, ("term", "sample"))
         super().__post_init__()
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
-        def from_graph() -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        def from_graph() -> Linear:
             if not single and self._prefers_rows(problem):
                 return self._from_rows(problem)
             return self._from_graph(problem, single)
 
         return graph_or_rows(problem, from_graph, lambda: self._from_rows(problem))
 
-    def _from_rows(self, problem: BatchProblem) -> Apply:
+    def _from_rows(self, problem: BatchProblem) -> Linear:
         """Prepare products with ``J^T J``, J the gradients of the samples."""
         if problem.shards is not None:
             raise NotImplementedError(
@@ -81,19 +82,20 @@ class EFLinearOperator(DataLinearOperator):
             add_transposed(rows, multiply(rows, V), out)
             return weight
 
-        return apply
+        return Linear(apply, tuple(rows.values()))
 
-    def _from_graph(self, problem: BatchProblem, single: bool) -> Apply:
-        def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
+    def _from_graph(self, problem: BatchProblem, single: bool) -> Linear:
+        def curvature(output: Tensor) -> tuple[Linear, Tensor]:
             weight, gradient = problem.weight(output), self._gradient(problem, output)
             if self.terms == "term":
                 return problem.loss.outer(gradient, output), weight
-            times = outer(wide(by_sample(problem, output, gradient)))
+            split = by_sample(problem, output)
+            times, dtype = outer(wide(split(gradient))), output.dtype
 
             def product(v: Tensor) -> Tensor:
-                return times(wide(by_sample(problem, output, v))).reshape(v.shape).to(output.dtype)
+                return times(wide(split(v))).reshape(v.shape).to(dtype)
 
-            return product, weight
+            return Linear(product, times.tensors), weight
 
         return gauss_newton(problem, curvature, self.chunk_size, single)
 

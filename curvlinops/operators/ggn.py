@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from curvlinops.losses.base import OutputMatrix
+from curvlinops.autodiff.linear import Linear
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, sampled_gradients
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Apply, gauss_newton
+from curvlinops.risk.derivatives import gauss_newton
 from curvlinops.support.warnings import warn
 
 
@@ -49,8 +49,8 @@ class GGNLinearOperator(DataLinearOperator):
                 "on logits with CrossEntropyLoss to have the softmax's curvature in the GGN.",
             )
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
-        def curvature(output: Tensor) -> tuple[OutputMatrix, Tensor]:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        def curvature(output: Tensor) -> tuple[Linear, Tensor]:
             if not self.mc_samples:
                 weight = problem.weight(output)
                 return problem.loss.hessian(output, problem.batch.y), weight

@@ -1,6 +1,6 @@
 """The diagonal of the generalized Gauss-Newton matrix."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -118,12 +118,14 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         self._check_finite(out)
         return out
 
-    def _squares(self, problem: BatchProblem, is_kept: bool) -> tuple[Columns, Tensor]:
-        """Return the sum of a batch's squared gradients, and the batch's weight."""
+    def _squares(
+        self, problem: BatchProblem, is_kept: bool
+    ) -> tuple[tuple[Columns, Tensor], Iterable[Tensor]]:
+        """Return the sum of a batch's squared gradients, the batch's weight, and what is kept."""
         gradients, out = self._capture(problem), self.space.zeros(1)
         for u, last in mark_last(self._vectors(problem, gradients)):
             add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
-        return out, gradients.weight
+        return (out, gradients.weight), out.values()
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""

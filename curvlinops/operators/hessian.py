@@ -1,9 +1,10 @@
 """The Hessian of the empirical risk."""
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.custom_functions import check_hessian
-from curvlinops.risk.derivatives import Apply, hessian
+from curvlinops.risk.derivatives import hessian
 
 
 class HessianLinearOperator(DataLinearOperator):
@@ -15,8 +16,8 @@ class HessianLinearOperator(DataLinearOperator):
     Fast exact multiplication by the Hessian, Neural Computation 1994.
     """
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         apply = hessian(problem, problem.loss_seed, self.chunk_size, single)
         if problem.uncompared:  # autograd cannot know whether custom functions are right
-            check_hessian(problem, hessian(problem, problem.loss_seed, single=True))
+            check_hessian(problem, hessian(problem, problem.loss_seed) if single else apply)
         return apply

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.sharded_space import GatheredColumns
@@ -20,7 +21,6 @@ from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.origin import identity_of, origin_of
 from curvlinops.operators.rows import (
-    AddRows,
     RowMaps,
     RowSlices,
     RowsLinearOperator,
@@ -45,7 +45,6 @@ from curvlinops.operators.sample_rows import (
 from curvlinops.operators.scores import LowRankColumns, ScoreFile, check_positions
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
-from curvlinops.risk.derivatives import JVP
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.digest import checksum, digest
 from curvlinops.support.norms import wide
@@ -175,18 +174,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
         problem.weight(output)  # raises if output and target do not fit
-        gradient = loss_gradient(problem, output)
+        gradient, shape, dtype = loss_gradient(problem, output), output.shape, output.dtype
         if self.terms == "term":
             loss = problem.loss
             g = loss.to_terms(gradient.unsqueeze(0))
             return (
-                lambda z: (loss.to_terms(z) * g).sum(-1),
-                lambda u: loss.from_terms(u.unsqueeze(-1) * g, output),
+                Linear(lambda z: (loss.to_terms(z) * g).sum(-1), (g,)),
+                Linear(lambda u: loss.from_terms(u.unsqueeze(-1) * g, output), (g, output)),
             )
-        g = by_sample(problem, output, gradient.unsqueeze(0))
+        split = by_sample(problem, output)
+        g = split(gradient.unsqueeze(0))
         return (
-            lambda z: (by_sample(problem, output, wide(z)) * g).sum(-1),
-            lambda u: (u.unsqueeze(-1) * g).reshape(len(u), *output.shape).to(output.dtype),
+            Linear(lambda z: (split(wide(z)) * g).sum(-1), (g,)),
+            Linear(lambda u: (u.unsqueeze(-1) * g).reshape(len(u), *shape).to(dtype), (g,)),
         )
 
     def _rows_of(self, problem: BatchProblem) -> SampleRows:
@@ -195,9 +195,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return rows
 
     def _linearizations(self, num_products: int) -> Any:
-        def build(problem: BatchProblem, is_kept: bool) -> JVP:
+        def build(problem: BatchProblem, is_kept: bool) -> Linear:
             if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
-                return lambda V: products(self._rows_of(problem), self.risk.whole(V)).T
+                return Linear(
+                    lambda V: products(self._rows_of(problem), self.risk.whole(V)).T,
+                    tuple(leaves((problem.batch.X, problem.batch.y))),
+                )
             # kept graphs are faster; so are graphs for one column of a small net, and for many
             # terms of a sample
             if is_kept or num_products < 2 or self.terms == "term":
@@ -207,7 +210,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         return self._built(build)
 
-    def _by_layer(self, problem: BatchProblem) -> JVP:
+    def _by_layer(self, problem: BatchProblem) -> Linear:
         """Prepare products layer by layer; with a graph where parameters have no rule."""
         has_fallbacks = problem.rules(SampleBackward, type(self).__name__, True).fallbacks
         states = GeneratorStates()
@@ -215,23 +218,24 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
             states.restore()
             return self._linearize(problem, single=False)
-        return lambda V: products(rows, V).T
+        return Linear(lambda V: products(rows, V).T, ())  # it is used once
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
-        def from_rows() -> JVP:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        def from_rows() -> Linear:
             rows = self._rows_of(problem).written(self.domain)
-            return lambda V: multiply(rows, V)
+            return Linear(lambda V: multiply(rows, V), tuple(rows.values()))
 
         from_graph = partial(super()._linearize, problem, single)
         return graph_or_rows(problem, from_graph, from_rows)
 
-    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
+    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[Linear, int]:
         if not problem.loss_needs_graph:
             with suppress(DependentLossError):  # as it was not on earlier batches
                 return super()._linearize_adjoint(problem)
         batch_rows = self._rows_of(problem)
         rows = batch_rows.written(self.domain)
-        return lambda u, out: add_transposed(rows, u, out), batch_rows.num_rows
+        add_rows = Linear(lambda u, out: add_transposed(rows, u, out), tuple(rows.values()))
+        return add_rows, batch_rows.num_rows
 
     def _apply(self, columns: Columns) -> Columns:
         return {"": self._chosen(self._push(columns, self._all)[""].T).T}

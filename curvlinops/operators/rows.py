@@ -8,21 +8,19 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
 from curvlinops.linear_operator.operator import Product
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import JVP, evaluate, jacobian, transposed_jacobian
+from curvlinops.risk.derivatives import evaluate, jacobian, transposed_jacobian
 from curvlinops.support.torch_modes import exclusive
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
 #: and back.
-RowMaps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
-
-#: Adds rows with weights ``[K, M]`` to columns of the parameters, in place.
-AddRows = Callable[[Tensor, Columns], None]
+RowMaps = tuple[Linear, Linear]
 
 Item = TypeVar("Item")
 P = ParamSpec("P")
@@ -96,17 +94,26 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the gradient of L and its value, see ``DataLinearOperator``."""
         return super().gradient_and_loss()
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> JVP:
-        def head(output: Tensor) -> Callable[[Tensor], Tensor]:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        def head(output: Tensor) -> Linear:
             return self._row_maps(problem, output)[0]
 
         return jacobian(problem, head, self.chunk_size)
 
-    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[AddRows, int]:
-        """Prepare transposed products on a batch; nothing here depends on the vectors."""
+    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[Linear, int]:
+        """Prepare transposed products on a batch; nothing here depends on the vectors.
+
+        Returns:
+            A function ``(u, out)`` that adds rows with weights ``[K, M]`` to columns of the
+            parameters, in place; and M.
+        """
         apply, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
-        return lambda u, out: apply(up(u), out), self._num_rows(problem, output)
+
+        def add_rows(u: Tensor, out: Columns) -> None:
+            apply(up(u), out)
+
+        return Linear(add_rows, apply.tensors + up.tensors), self._num_rows(problem, output)
 
     @together
     def _rows(self) -> ParameterSpace:
@@ -152,8 +159,9 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        def build(problem: BatchProblem, is_kept: bool) -> tuple[AddRows, int]:
-            return self._linearize_adjoint(problem)
+        def build(problem: BatchProblem, is_kept: bool) -> tuple[tuple[Linear, int], Any]:
+            linear, num_rows = self._linearize_adjoint(problem)
+            return (linear, num_rows), linear.tensors
 
         with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
@@ -237,7 +245,8 @@ class RowSlices:
 
 def flat(output: Tensor) -> RowMaps:
     """Return the maps between outputs and their flattened entries."""
-    return (lambda z: z.flatten(1)), (lambda u: u.reshape(u.shape[0], *output.shape))
+    shape = output.shape
+    return Linear(lambda z: z.flatten(1), ()), Linear(lambda u: u.reshape(len(u), *shape), ())
 
 
 def row_indices(subsampling: Any, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.fallback import LossesOneByOne
 from curvlinops.layers.gradients import LowRank, Piece, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
@@ -67,14 +68,15 @@ def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = Tr
         alone = problem.rules(LossesOneByOne, name)
         num_samples, pieces, weight = alone.gradients(problem)
         return SampleRows(num_samples, num_samples, [(pieces, _all)], weight, alone.fallbacks)
-    output, num_samples, fallbacks = samples.output, samples.num_samples, samples.fallbacks
+    output, num_samples = samples.output, samples.num_samples
     gradient, weight = loss_gradient(problem, output), samples.weight
     num = num_rows(problem, output, terms)
     if num == num_samples:
         pieces = samples.backward(gradient.unsqueeze(0).to(output.dtype), last=True)
-        return SampleRows(num, num, [(pieces, _all)], weight, fallbacks)
+        return SampleRows(num, num, [(pieces, _all)], weight, samples.fallbacks)
+    samples.check()  # rows of terms are computed later
     by_term = _by_term(problem, samples, gradient)
-    return SampleRows(num_samples, num, by_term, weight, fallbacks)
+    return SampleRows(num_samples, num, by_term, weight, samples.fallbacks)
 
 
 def _all(rows: Tensor) -> Tensor:
@@ -139,6 +141,7 @@ def products_by_position(
     if problem.loss_needs_graph:
         raise ValueError(f"The loss is no function of the output alone. {_NO_POSITIONS}")
     samples = problem.rules(SampleBackward, name, True).capture(problem)
+    samples.check()
     if samples.fallbacks:
         raise ValueError(
             f"No layer's rule is known for {', '.join(map(repr, samples.fallbacks))}. "
@@ -181,10 +184,11 @@ def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
 # --- samples, terms, and the loss
 
 
-def by_sample(problem: BatchProblem, output: Tensor, columns: Tensor) -> Tensor:
-    """Return columns ``[K, *output]`` as ``[K, N, entries of a sample]``."""
+def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that makes ``[K, N, entries of a sample]`` of columns ``[K, *output]``."""
     num_samples = problem.samples_of(output)
-    return columns.reshape(len(columns), num_samples, output.numel() // max(num_samples, 1))
+    sizes = num_samples, output.numel() // max(num_samples, 1)
+    return lambda columns: columns.reshape(len(columns), *sizes)
 
 
 def num_rows(problem: BatchProblem, output: Tensor, terms: str) -> int:
@@ -213,8 +217,8 @@ def add_transposed(rows: Columns, u: Tensor, out: Columns) -> None:
 
 
 def graph_or_rows(
-    problem: BatchProblem, from_graph: Callable[[], Callable], from_rows: Callable[[], Callable]
-) -> Callable:
+    problem: BatchProblem, from_graph: Callable[[], Linear], from_rows: Callable[[], Linear]
+) -> Linear:
     """Prepare products with a graph; where that has no second derivatives, with rows.
 
     Args:
@@ -225,7 +229,7 @@ def graph_or_rows(
     if problem.loss_needs_graph or problem.facts.lacks_derivative:
         return from_rows()
 
-    def otherwise(error: Exception) -> Callable:
+    def otherwise(error: Exception) -> Linear:
         if isinstance(error, NoDerivativeError):
             problem.learn(lacks_derivative=True)
         return from_rows()
@@ -243,4 +247,4 @@ def graph_or_rows(
             apply = otherwise(error)
         return apply(*args)
 
-    return product
+    return Linear(product, apply.tensors)

@@ -1,7 +1,7 @@
 """The empirical risk on one batch, as a function of the parameters."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,9 +16,11 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
 from curvlinops.support.autograd_graph import (
+    behind_custom_functions,
     custom_functions,
     footprint,
     graph_nodes,
+    leaf_variables,
     precisions,
     signature,
 )
@@ -40,6 +42,9 @@ NO_DERIVATIVE = (
 )
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
+
+#: The largest number of graphs that are remembered: a function may keep another number each time.
+_MOST_GRAPHS = 1000
 
 #: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
@@ -73,6 +78,8 @@ class BatchProblem:
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
         self._custom: set[str] = set()  # the user's autograd functions in the graph
+        #: The parameters on which their inputs depend; ``None`` stands for other leaves.
+        self._suspects: set[str | None] = set()
         self._signature = 0
         #: The dtypes in which gradients pass the graph, if it has custom functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
@@ -252,19 +259,33 @@ class BatchProblem:
         known = not self._risk.checks or self._signature in self.facts.compared
         return [] if known else sorted(self._custom | self.facts.hooks)
 
-    def was_compared(self, grads: Mapping[str, Tensor]) -> None:
+    @property
+    def suspects(self) -> list[str]:
+        """The parameters on which the inputs of custom functions depend; with hooks, all.
+
+        The gradients of others pass none of these, so that their derivatives are right.
+        """
+        names = [name for name in self.space.names if name in self._suspects]
+        return self.space.names if self.facts.hooks or None in self._suspects else names
+
+    def was_compared(self, is_complete: bool) -> None:
         """Remember that the custom functions of this graph were compared.
 
-        Not if one of the gradients is zero: a zero in a layer behind, as in an adapter before its
-        first step, hides the function.
+        Args:
+            is_complete: Whether no gradient was zero: a zero in a layer behind, as in an adapter
+                before its first step, hides the function.
         """
-        if all(bool(grad.any()) for grad in grads.values()):
-            self.learn(compared=self.facts.compared | {self._signature})
+        if is_complete:
+            compared = self.facts.compared
+            known = compared if len(compared) < _MOST_GRAPHS else frozenset()
+            self.learn(compared=known | {self._signature})
 
     def _note_functions(self, nodes: list[Any], output: Tensor) -> None:
         """Note the user's own autograd functions in the graph of an output."""
         if (found := custom_functions(nodes)) or self._risk.facts.hooks:
             self._custom |= found
+            leaves = leaf_variables(behind_custom_functions(nodes))
+            self._suspects |= {getattr(leaf, "replaces", None) for leaf in leaves}
             self._signature = hash((self._signature, signature(nodes)))
             self.precisions |= precisions(nodes, output)
 
@@ -279,7 +300,8 @@ class BatchProblem:
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        return Evaluation(self.model, values, differentiation)
+        also = () if self.loss is None else self.loss.roots
+        return Evaluation(self.model, values, differentiation, also)
 
     def output(self, evaluation: Evaluation) -> Tensor:
         """Evaluate the model in an active evaluation; the first one is watched.
@@ -328,7 +350,8 @@ class BatchProblem:
         for name in self.model.sharded:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
-        self._custom, self._signature, self._has_seen_loss = set(), 0, False
+        self._custom, self._suspects, self._signature = set(), set(), 0
+        self._has_seen_loss = False
         with evaluation.active():
             output = self.output(evaluation)
             if self.is_first:
@@ -355,10 +378,11 @@ class BatchProblem:
             ValueError: If the graph cannot be differentiated, or the loss does not add up.
         """
         with self._watch as watch:
+            watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
         self.learn(
             is_evaluated=True,
-            graph_bytes=footprint(output),
+            graph_bytes=footprint([output]),
             hooks=frozenset(watch.hooks),
             differentiates=watch.differentiates,
             stops_gradients=watch.stops_gradients,

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from curvlinops.autodiff.backward import explained, in_chunks, room_for, vjp, vjp_columns
-from curvlinops.linear_operator.space import Columns, add
+from curvlinops.autodiff.linear import Linear
+from curvlinops.linear_operator.space import Columns, add, norm
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
-from curvlinops.risk.custom_functions import agree, check_jacobian
+from curvlinops.risk.custom_functions import check_jacobian
+from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng
 from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
@@ -31,14 +33,11 @@ from curvlinops.support.torch_internals import prepare_forward_mode, without_tor
 #: are wanted), in place. Returns the batch's weight, its share of the normalization.
 Apply = Callable[[Columns, Columns], Tensor]
 
-#: ``jvp(V) -> J V``, ``[K, M]``, for columns of the parameters.
-JVP = Callable[[Columns], Tensor]
+#: Largest relative difference of an inner product that is computed by forward and backward mode.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 #: A function of the model's output that also returns the batch's weight.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
-
-#: Returns a linear function ``[K, *output] -> [K, M]`` at a given output.
-OutputHead = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
 Tensors = Mapping[str, Tensor]
 
@@ -69,7 +68,7 @@ def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor
 
 def transposed_jacobian(
     problem: BatchProblem, chunk_size: int | None = None
-) -> tuple[Callable, Tensor]:
+) -> tuple[Linear, Tensor]:
     """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
 
     U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
@@ -84,7 +83,7 @@ def transposed_jacobian(
     def product(u: Columns, inputs: Tensors) -> Columns:
         return vjp_columns({"": output}, u, inputs)
 
-    chunks = in_chunks(product, chunk_size, problem.shards)
+    chunks = in_chunks(product, chunk_size, (output,), problem.shards)
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
@@ -93,7 +92,7 @@ def transposed_jacobian(
             for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)
 
-    return apply, output.detach()
+    return Linear(apply, (output, *evaluation.copies)), output.detach()
 
 
 # --- derivatives of second order, by backward passes through backward passes
@@ -104,7 +103,7 @@ def hessian(
     head: Callable[[Tensor], tuple[Seed, Tensor]],
     chunk_size: int | None = None,
     single: bool = False,
-) -> Apply:
+) -> Linear:
     """Prepare products with the Hessian of a scalar function of the output.
 
     Args:
@@ -121,36 +120,43 @@ def hessian(
     def product(v: Columns, inputs: Tensors) -> Columns:
         return vjp_columns(grads, v, inputs, not single)
 
-    context = evaluation.active if single else evaluation.of_graph(grads.values())
-    return _by_columns(problem, product, context, leaves, weight, chunk_size)
+    tensors = tuple(x for x in grads.values() if x is not None)
+    context = evaluation.of_graph(tensors, single)
+    return _by_columns(problem, Linear(product, tensors), context, leaves, weight, chunk_size)
 
 
-def jacobian(problem: BatchProblem, head: OutputHead, chunk_size: int | None = None) -> JVP:
+def jacobian(
+    problem: BatchProblem, head: Callable[[Tensor], Linear], chunk_size: int | None = None
+) -> Linear:
     """Prepare products with the Jacobian of a linear function of the output.
 
     Args:
         problem: The model on a batch.
         head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
         chunk_size: See ``hessian``.
+
+    Returns:
+        A function ``V -> J V``, ``[K, M]``, of columns of the parameters.
     """
     with problem.recording("twice") as recording, explained():
         evaluation, leaves, output = recording
         linear_map = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
-    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size, problem.shards)
-    context, dtypes = evaluation.of_graph([output]), _dtypes(leaves)
+    tensors = jvp.tensors + linear_map.tensors
+    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.shards)
+    (context, copies), dtypes = evaluation.of_graph([output]), _dtypes(leaves)
 
     def apply(V: Columns) -> Tensor:
         with context(), explained():
             return torch.cat([part[""] for _, part in chunks(V, dtypes)])
 
-    return apply
+    return Linear(apply, tensors + copies)
 
 
 def gauss_newton(
     problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
-) -> Apply:
+) -> Linear:
     """Prepare products with ``J^T B J``, J the Jacobian of the output.
 
     Args:
@@ -162,13 +168,13 @@ def gauss_newton(
     """
     is_forward = single and not problem.space.is_sharded
     if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
-        return _single_gauss_newton(problem, head)
+        return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
 
 
 def _gauss_newton(
     problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
-) -> Apply:
+) -> Linear:
     """Prepare products by backward passes only, see ``gauss_newton``."""
     with problem.recording("twice") as recording, explained():
         evaluation, leaves, output = recording
@@ -182,11 +188,12 @@ def _gauss_newton(
             u = curvature(u)
         return vjp_columns({"": output}, {"": u}, inputs, not single)
 
-    context = evaluation.active if single else evaluation.of_graph([output])
-    return _by_columns(problem, product, context, leaves, weight, chunk_size)
+    linear = Linear(product, jvp.tensors + curvature.tensors)
+    context = evaluation.of_graph([output], single)
+    return _by_columns(problem, linear, context, leaves, weight, chunk_size)
 
 
-def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Columns], Tensor]:
+def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
     w = torch.zeros_like(output, requires_grad=True)
@@ -197,19 +204,20 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Callable[[Column
 
     if problem.uncompared:
         check_jacobian(problem, recording, jvp)
-    return jvp
+    return Linear(jvp, (output, w, *(x for x in transposed.values() if x is not None)))
 
 
 def _by_columns(
     problem: BatchProblem,
-    product: Callable,
-    context: Callable[[], AbstractContextManager],
+    product: Linear,
+    context: tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]],
     leaves: Tensors,
     weight: Tensor,
     chunk_size: int | None,
-) -> Apply:
-    chunks = in_chunks(product, chunk_size, problem.shards)
-    dtypes = _dtypes(leaves)
+) -> Linear:
+    """Return the ``Apply`` of a product; for its context see ``Evaluation.of_graph``."""
+    chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.shards)
+    (context, copies), dtypes = context, _dtypes(leaves)
 
     def apply(V: Columns, out: Columns) -> Tensor:
         inputs = {name: leaves[name] for name in out}
@@ -218,7 +226,7 @@ def _by_columns(
                 add(out, rows, part)
         return weight
 
-    return apply
+    return Linear(apply, product.tensors + copies)
 
 
 def _dtypes(leaves: Tensors) -> dict[str, torch.dtype]:
@@ -252,7 +260,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         # equals zero also if forward mode has lost the tangents
         Gv = {name: grads[name] for name in v if grads[name] is not None}
         is_zero = not Gv or not bool(tangent.any())
-        is_right = not is_zero and agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
+        is_right = not is_zero and _agree(({"": tangent}, {"": u}), ({n: v[n] for n in Gv}, Gv))
         return grads, weight, is_right, is_zero
 
     def apply(V: Columns, out: Columns) -> Tensor:
@@ -273,6 +281,20 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         return weight
 
     return apply
+
+
+def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> bool:
+    """Return whether the inner products of two vectors, and of two others, agree to rounding."""
+    one, two = (
+        float(sum(double_dot(x, ys[name]) for name, x in xs.items())) for xs, ys in (first, second)
+    )
+    dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
+    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
+    error = abs(one - two) - tolerance * max(abs(one), abs(two))
+    if error <= 0:
+        return True
+    rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
 
 
 def _record_with_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:

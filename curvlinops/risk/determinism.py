@@ -1,4 +1,4 @@
-"""Compares two draws of the first batch, and what model and loss make of them."""
+"""Checks of the first batch: that it repeats, and that model and loss define a risk on it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,62 +9,121 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.autodiff.backward import vjp
+from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.autodiff.scattering import stand_in
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import Head, evaluate, gradient
 from curvlinops.risk.empirical_risk import EmpiricalRisk
-from curvlinops.risk.sample_coupling import COUPLED, couples_samples
+from curvlinops.risk.sample_coupling import COUPLED, COUPLED_BATCHES, couples_samples
 from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
+from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import seed_everything
+from curvlinops.support.torch_internals import modules_of
 
 
-def check_repeatable(risk: EmpiricalRisk, per_sample: bool) -> None:
+def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
     """Draw the first batch twice and evaluate it twice, with different random seeds, and compare.
+
+    Unless one batch is all data, samples must not interact: the first and the last ones must have
+    the same outputs without the rest of their batch. For quantities of single samples, they never
+    may.
 
     Args:
         risk: Model, loss and data.
-        per_sample: Whether samples must not interact. The first and the last ones must then have
-            the same outputs without the rest of their batch.
+        may_couple: Whether samples may interact in any case, as the user was told.
 
     Raises:
-        ValueError: If the loss or its gradient is not finite, or samples interact.
+        ValueError: If the loss or its gradient is not finite, if samples interact, or if the user's
+            own call of the model computes something else.
         RuntimeError: If data, outputs, loss or gradient differ.
     """
-    first, second = _observe(risk, 0, per_sample), _observe(risk, 1, False)
+    # parts of the batch last: models may keep what they compute in X
+    first, second = _observe(risk, 0), _observe(risk, 1, may_couple)
     if first.data != second.data:
         raise RuntimeError(_explain_data(risk.data.data))
     tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
     if not all(map(partial(_agree, tolerance), first.results, second.results)):
         raise RuntimeError(_explain_model(risk))
-    if first.is_coupled:  # a random model would differ, too
-        raise ValueError(COUPLED)
+    if second.fault is not None:  # a random model would have it, too
+        raise ValueError(second.fault)
 
 
 class _Observed(NamedTuple):
-    """The digest of a batch, tensors that were computed of it, and whether samples interact."""
+    """The digest of a batch, tensors that were computed of it, and why it is refused."""
 
     data: list[tuple]
     results: list[Tensor]
-    is_coupled: bool
+    fault: str | None
 
 
-def _observe(risk: EmpiricalRisk, seed: int, per_sample: bool) -> _Observed:
-    """Draw the first batch and evaluate it."""
+def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> _Observed:
+    """Draw the first batch and evaluate it; look for faults if it is given what is none."""
     with risk.batches("check_deterministic") as batches:  # which restores the generators
         seed_everything(seed)
         problem = next(batches)
         data = digest((problem.batch.X, problem.batch.y))
         output, results = _evaluate(problem)
-        # two samples are better, since models may treat one alone differently
-        num_first = 2 if problem.samples_of(output) > 3 else 1
-        is_coupled = per_sample and _can_cut(problem, output, num_first)
-        return _Observed(data, results, is_coupled and couples_samples(problem, output, num_first))
+        fault = None
+        if may_couple is not None:
+            fault = _fault_of_fast_path(problem, output, results[0])
+            if fault is None and not may_couple and not risk.is_all_data(problem.batch):
+                fault = _fault_of_samples(risk, problem, output)
+        return _Observed(data, results, fault)
 
 
-def _can_cut(problem: BatchProblem, output: Tensor, num_first: int) -> bool:
-    return num_first < problem.samples_of(output) == problem.evident_samples
+def _fault_of_samples(risk: EmpiricalRisk, problem: BatchProblem, output: Tensor) -> str | None:
+    """Return an error if samples have other outputs alone, if the batch shows its samples."""
+    num_samples = problem.samples_of(output)
+    # two samples are better, since models may treat one alone differently
+    num_alone = 2 if num_samples > 3 else 1
+    is_evident = num_alone < num_samples == problem.evident_samples
+    if not is_evident or not couples_samples(problem, output, num_alone):
+        return None
+    return COUPLED if risk.per_sample else COUPLED_BATCHES
+
+
+#: PyTorch's modules that in eval mode, where nothing requires gradients, compute in another way.
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -> str | None:
+    """Return an error if the user's own call gives another loss, by the fast path of attention.
+
+    Args:
+        problem: The problem.
+        output: The output.
+        result: The loss; the output if there is none.
+    """
+    model = problem.model
+    modules = modules_of(model.roots)
+    if not torch.backends.mha.get_fastpath_enabled() or model.shards is not None:
+        return None
+    if not any(isinstance(x, _WITH_FAST_PATH) and not x.training for x in modules):
+        return None
+    try:
+        plain = plain_output(model, problem.batch.X)
+    except Exception as error:  # PyTorch refuses some frozen layers in front of others
+        if not is_refusal(error):
+            raise
+        return None
+    dtypes = {x.dtype for x in (output, *model.tensors().values()) if x.is_floating_point()}
+    tolerance = min(1e4 * max(torch.finfo(dtype).eps for dtype in dtypes), 5e-2)
+    if _agree(tolerance, output, plain.detach()):
+        return None
+    kind = "output"
+    if problem.loss is not None:  # it may ignore what differs
+        kind, plain = "loss", problem.loss.sum(plain, problem.batch.y)
+        if _agree(tolerance, result, plain.detach()):
+            return None
+    return (
+        f"The model's {kind} on the first batch is another one in operators than in your own call: "
+        "in eval mode, where nothing requires gradients, PyTorch's attention has a fast path that "
+        "sets padded positions to zero, and has no derivatives. Switch it off, so that your calls "
+        "compute what operators do: torch.backends.mha.set_fastpath_enabled(False). Or let the "
+        "model leave padded positions out of what follows, such as averages over positions."
+    )
 
 
 def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:

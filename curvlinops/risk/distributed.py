@@ -93,10 +93,10 @@ class Ranks:
             return
         with sending_errors(self.gather_objects):
             checksums = checksums_of(risk) if with_values else {}
-        self._compare(_description(risk, task, columns) | details, checksums)
-        shared = self.agreed(columns) if columns else columns
-        with self.raise_on_all_ranks(risk):
-            yield shared
+            self._compare(_description(risk, task, columns) | details, checksums)
+            shared = self.agreed(columns) if columns else columns
+            with self.raise_on_all_ranks(risk):
+                yield shared
 
     @contextmanager
     def raise_on_all_ranks(self, risk: Any = None) -> Iterator[None]:
@@ -275,9 +275,12 @@ class Ranks:
 
 
 def peers_of(ranks: Ranks) -> Ranks:
-    """Return the processes that evaluate the model together: all, or those with its shards."""
+    """Return the processes that evaluate the model together: all, or those with its shards.
+
+    Copies of shards count, too.
+    """
     is_alone = ranks.group is None and ranks.shards is not None
-    return Ranks(ranks.shards.group, ranks.shards) if is_alone else ranks
+    return Ranks(ranks.shards.members, ranks.shards) if is_alone else ranks
 
 
 # --- what must be the same on all ranks

@@ -20,6 +20,7 @@ from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.signals import deliver_signals
 from curvlinops.support.torch_modes import exclusive
 
 
@@ -41,7 +42,7 @@ class EmpiricalRisk:
     Attributes:
         facts: What is known of model and loss.
         peers: The processes that evaluate the model together: ``ranks``, or for operators of one
-            process's data those with shards of the model.
+            process's data those with shards of the model, or copies of these.
         term_size: In a pass, the length of the outputs' last axis, if batches must agree on it.
     """
 
@@ -149,7 +150,7 @@ class EmpiricalRisk:
         if not self.space.is_sharded:
             return self.ranks.add(rows)
         layouts = getattr(space, "layouts", {})
-        replicas = Ranks(self.model.shards.replicas if self.ranks.group is not None else None)
+        replicas = Ranks(self.model.shards.replicas)
         for name in space.names:
             part = rows[:, space.slice(name)]
             ranks = replicas if name in layouts else self.peers
@@ -184,6 +185,7 @@ class EmpiricalRisk:
         def problems() -> Iterator[BatchProblem]:
             nonlocal current
             for current in data.iterate(items, device):
+                deliver_signals()
                 yield BatchProblem(self, current)
                 current = None
 

@@ -1,10 +1,15 @@
 """What products of one operator share inside of ``linearized()``."""
 
+import contextlib
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -12,8 +17,9 @@ from torch import Tensor
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.digest import digest
 from curvlinops.support.rng import GeneratorStates
-from curvlinops.support.torch_internals import version_of
+from curvlinops.support.torch_internals import strided_tensors, version_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -23,8 +29,15 @@ _CPU_BUDGET = 2 * 2**30
 #: Stands for what is not kept, as it is too large or random.
 _REJECTED = object()
 
-#: Builds what products with a batch share. The second argument says whether it is kept.
-Build = Callable[[BatchProblem, bool], Any]
+#: Builds what products with a batch share; returns it, and the tensors that it keeps in memory,
+#: with their graphs, see ``Linear``. The second argument says whether it is kept.
+Build = Callable[[BatchProblem, bool], tuple[Any, Iterable[Tensor]]]
+
+
+_MUST_STAY = (
+    "inside of linearized(), where model, loss and data must stay as they are. Leave the context "
+    "before you change them (training steps, and BatchNorm in train mode, do)."
+)
 
 
 class Linearization:
@@ -34,38 +47,86 @@ class Linearization:
         name: Names the operator in messages.
         budget: The largest total size of what is kept, in bytes.
         tensors: The parameters and buffers by name, which must not be written to.
+        is_compared: Whether their numbers are compared at the end, too.
 
     Attributes:
+        is_compared: See above.
         is_open: Whether the context was not left.
         is_synchronized: Whether parameters and buffers were compared between processes.
     """
 
-    def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
+    def __init__(
+        self, name: str, budget: int, tensors: Mapping[str, Tensor], is_compared: bool = False
+    ):
         self._name, self._room = name, budget
-        self._versions = [(name, x, version_of(x)) for name, x in tensors.items()]
+        self._tensors, self.is_compared = dict(tensors), is_compared
+        #: Version and memory of each tensor, and an alias that keeps this memory from being reused.
+        self._before = [
+            (name, x, version_of(x), part, part.data_ptr(), part.detach())
+            for name, x in tensors.items()
+            for part in strided_tensors(x)
+        ]
+        self._checksums: dict[str, list] = {}  # before the first pass
         self._states: GeneratorStates | None = None  # before the first pass
         #: What was built of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
+        self._generator: FrameType | None = None
         self.is_open, self.is_synchronized = True, False
+
+    def enter(self) -> None:
+        """Note who enters the context."""
+        self._generator = _entering_generator()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the running code is inside of the context.
+
+        It is not if a generator has entered the context, and is suspended.
+        """
+        return self.is_open and (self._generator is None or _is_running(self._generator))
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""
-        self.is_open, self._room = False, 0
-        self._built.clear()
+        self.is_open, self._room, self._generator = False, 0, None
+        for kept in (self._built, self._before, self._tensors):
+            kept.clear()
 
     def check(self) -> None:
-        """Refuse parameters and buffers that were written to.
+        """Refuse parameters and buffers that were written to, as far as PyTorch tells.
 
         Raises:
             RuntimeError: If there are any; the message names the first.
         """
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:
+        if (name := next(self._written(), None)) is not None:
+            self.is_compared = False  # it is said
+            raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
+
+    def _written(self) -> Iterator[str]:
+        """Yield the names of tensors of which PyTorch tells that they were written to."""
+        for name, tensor, version, part, address, _ in self._before:
+            if version_of(tensor) != version or part.data_ptr() != address:
+                yield name
+
+    def compare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse parameters and buffers that may have changed before the last product.
+
+        Args:
+            tensors: The parameters and buffers that the model has now.
+
+        Raises:
+            RuntimeError: If there are any; the message names the first.
+        """
+        if not self._checksums:
+            return
+        after = set(self._written())  # the last product, which would have refused them
+        for name in {**self._tensors, **tensors}:
+            if tensors.get(name) is not self._tensors.get(name):
+                raise RuntimeError(f"'{name}' was replaced by another tensor {_MUST_STAY}")
+            if name not in after and _checksums(tensors[name]) != self._checksums[name]:
                 raise RuntimeError(
-                    f"'{name}' was overwritten inside of linearized(), where model, loss and data "
-                    "must stay as they are. Leave the context before you change them (training "
-                    "steps, and BatchNorm in train mode, do)."
+                    f"'{name}' was overwritten {_MUST_STAY} Products inside may be of the old "
+                    "numbers: PyTorch does not tell of fused optimizers, .data, and NumPy."
                 )
 
     def has_room(self, size: int) -> bool:
@@ -90,6 +151,8 @@ class Linearization:
         kept = self._built.setdefault(task, {})
         if self._states is None:
             self._states = GeneratorStates()
+            if self.is_compared and self._room > 0:
+                self._checksums = {name: _checksums(x) for name, x in self._tensors.items()}
         self._states.restore()
         for problem in problems:
             index = problem.batch.index
@@ -97,18 +160,18 @@ class Linearization:
                 kept.setdefault(index, _REJECTED)
             if index not in kept:
                 before = GeneratorStates()
-                built = build(problem, True)
-                kept[index] = built if before.are_current() and self._fits(built) else _REJECTED
+                built, tensors = build(problem, True)
+                kept[index] = built if before.are_current() and self._fits(tensors) else _REJECTED
                 yield built
             elif kept[index] is _REJECTED:
-                yield build(problem, False)
+                yield build(problem, False)[0]
             else:
                 yield kept[index]
         self._complete.add(task)
 
-    def _fits(self, built: Any) -> bool:
-        """Reserve the memory of what was built, if there is so much."""
-        size = footprint(built)
+    def _fits(self, tensors: Iterable[Tensor]) -> bool:
+        """Reserve the memory of tensors and their graphs, if there is so much."""
+        size = footprint(tensors, self._tensors.values())
         if fits := self.has_room(size):
             self._room -= size
         _LOGGER.info(
@@ -121,25 +184,69 @@ class Linearization:
         return fits
 
 
+def _checksums(tensor: Tensor) -> list:
+    """Return what tells the numbers of a tensor; of the CPU by a function that is fast."""
+    parts = strided_tensors(tensor.detach())
+    if not all(x.is_cpu and x.numel() > 1 for x in parts):
+        return digest(parts)
+    words = (x.resolve_conj().resolve_neg().contiguous().reshape(-1) for x in parts)
+    return [crc32(x.view(torch.uint8).numpy()) for x in words]
+
+
+# --- who is inside
+
 #: The linearizations of the current thread, by operator.
-_ACTIVE: ContextVar[Mapping[Any, Linearization]] = ContextVar("linearizations")
+_ACTIVE: ContextVar[Mapping[Any, tuple[Linearization, ...]]] = ContextVar("linearizations")
 
 
 def linearization_of(operator: Any) -> Linearization | None:
     """Return the operator's linearization, ``None`` outside of ``linearized()``."""
-    found = _ACTIVE.get({}).get(operator)
-    return found if found is not None and found.is_open else None
+    for linearization in _ACTIVE.get({}).get(operator, ()):
+        if linearization.is_inside:
+            return linearization
+    return None
 
 
 @contextmanager
 def linearizing(operator: Any, linearization: Linearization) -> Iterator[None]:
     """Let an operator have a linearization in this thread; free its memory at the end."""
-    _ACTIVE.set({**_ACTIVE.get({}), operator: linearization})
+    linearization.enter()
+    active = _ACTIVE.get({})
+    _ACTIVE.set({**active, operator: (*active.get(operator, ()), linearization)})
     try:
         yield
     finally:
         linearization.close()  # tasks that were started inside may have a copy of the variable
-        _ACTIVE.set({key: x for key, x in _ACTIVE.get().items() if key is not operator})
+        active = {key: tuple(x for x in xs if x.is_open) for key, xs in _ACTIVE.get({}).items()}
+        _ACTIVE.set({key: xs for key, xs in active.items() if xs})
+
+
+def _entering_generator() -> FrameType | None:
+    """Return the generator that enters a context, ``None`` if that is a function or a coroutine.
+
+    A generator of ``contextlib`` enters it for who enters the generator's own context. Coroutines
+    have variables of their own.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        above = frame.f_back
+        if not _is_of_contextlib(frame):
+            suspends = frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
+            if not (suspends and _is_of_contextlib(above)):
+                return frame if suspends else None
+        frame = above
+    return None
+
+
+def _is_of_contextlib(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename == contextlib.__file__
+
+
+def _is_running(generator: FrameType) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not generator:
+        frame = frame.f_back
+    return frame is not None
 
 
 def check_cache(cache: Any) -> str | int:

@@ -92,21 +92,25 @@ class ModelFacts:
 
 
 class Watch(TorchFunctionMode):
-    """Watches the calls of the model; for the attributes see ``ModelFacts``.
+    """Watches the calls of the model and of the loss; for the attributes see ``ModelFacts``.
 
     Args:
         replaced: The names of tensors that were replaced, by id.
 
+    Attributes:
+        is_in_loss: Whether the loss is evaluated.
+
     Raises:
         ValueError: When the model differentiates with respect to one that was replaced: PyTorch
-            would find no derivative, or zero.
-        NotImplementedError: When it does so with respect to a sharded one.
+            would find no derivative, or zero. When the loss runs a backward pass that adds to the
+            gradients of parameters.
+        NotImplementedError: When the model differentiates with respect to a sharded one.
     """
 
     def __init__(self, replaced: dict[int, str]):
         super().__init__()
         self._replaced = replaced
-        self.differentiates = self.stops_gradients = False
+        self.differentiates = self.stops_gradients = self.is_in_loss = False
         self.hooks: set[str] = set()
 
     def __torch_function__(
@@ -121,6 +125,12 @@ class Watch(TorchFunctionMode):
             lost := [x for x in args[1] if id(x) in self._replaced]
         ):
             raise not_registered(self._replaced[id(lost[0])])
+        if self.is_in_loss and func in (Tensor.backward, torch.autograd.backward):
+            raise ValueError(
+                "The loss calls backward(). Leave that out: it returns its value, which operators "
+                "differentiate. For a derivative that is a part of the loss, call "
+                "torch.autograd.grad(..., create_graph=True)."
+            )
         if func in DIFFERENTIATING and any(leaf_of(x) is not None for x in leaves((args, kwargs))):
             raise NotImplementedError(
                 "The model differentiates with respect to a sharded parameter itself, which is not "

@@ -1,5 +1,6 @@
 """What all matrices with structure can do."""
 
+from collections.abc import Sequence
 from functools import reduce
 from math import isfinite
 from operator import matmul
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.structured.factor import Decomposition
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
 from curvlinops.support.rng import read_generator
@@ -46,6 +46,7 @@ class StructuredLinearOperator(TorchLinearOperator):
     ):
         super().__init__(domain, codomain, self_adjoint)
         self._decomposition: StructuredLinearOperator | None = None
+        self._made_parts: Sequence[StructuredLinearOperator] | None = None
 
     # --- quantities
 
@@ -282,6 +283,26 @@ class StructuredLinearOperator(TorchLinearOperator):
     #: The number c if the operator is c times the identity.
     _multiple: float | None = None
 
+    def _apply_rows(self, rows: Tensor) -> Tensor:
+        """Multiply vectors ``[K, dim]``."""
+        return self.domain.join_rows(self._apply(self.domain.split_rows(rows)))
+
+    def _apply_adjoint_rows(self, rows: Tensor) -> Tensor:
+        """Multiply vectors ``[K, dim]`` by the adjoint."""
+        return self.domain.join_rows(self._apply_adjoint(self.codomain.split_rows(rows)))
+
+    def _parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
+        """Return so many equally large diagonal blocks, of which the operator consists.
+
+        They are made once, so that operators that share something share its parts.
+        """
+        if number > 1 and self._made_parts is None:
+            self._made_parts = self._make_parts(number)
+        return [self] if number == 1 else self._made_parts
+
+    def _make_parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
+        raise self._lacks("equal diagonal blocks")
+
     def _trace(self) -> Tensor:
         """Return the trace, a scalar."""
         return self._diagonal().sum()
@@ -337,17 +358,6 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _has_eigh(self) -> bool:
         """Return whether an eigendecomposition takes little more than those of small matrices."""
         return self.self_adjoint
-
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
-        """Return the eigendecompositions that ``_eigh`` needs.
-
-        Block-diagonal operators compute those of all blocks at once.
-
-        Args:
-            accurate: As for ``_eigh``.
-            inverse: Whether only an inverse or a determinant is wanted, which may take less.
-        """
-        return []
 
     def _inverse(self, accurate: bool = True) -> "StructuredLinearOperator":
         """Return the inverse.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Decomposition, decompose
-from curvlinops.structured.layout import Layout, ParameterView
+from curvlinops.structured.layout import Layout, ParameterView, in_whole
+from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
 
@@ -29,6 +29,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             concatenation of those of its blocks.
         layouts: Where the entries of each block's plain vectors are in the parameters. Default:
             blocks act on parameters of the space, or one block after the other on all entries.
+            With the layout of several matrices an operator is as many equally large blocks, which
+            are computed together.
         ranks: The processes over which the blocks are distributed, which call all methods together.
             Each has a ``RemoteLinearOperator`` in place of the others' blocks. KFAC with
             ``factor_placement="partition"`` sets it. Default: all blocks are here.
@@ -51,32 +53,53 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         dtype = reduce(torch.promote_types, [block.torch_dtype for block in named.values()])
         if space is not None:
             dtype = torch.promote_types(dtype, space.dtype)
-        self._blocks = tuple(block._cast(dtype) for block in named.values())
+        self._stacks = tuple(block._cast(dtype) for block in named.values())
         self._has_layouts = layouts is not None
         if layouts is None:
-            space, layouts = _default_layouts(self._blocks, space)
-        self.layouts = tuple(layouts)
+            space, layouts = _default_layouts(self._stacks, space)
+        self._names, self._layouts = tuple(named), tuple(layouts)
         self._check_layouts(space)
-        self._keys = _connected_names(self.layouts) if self._has_layouts else tuple(named)
-        space = space.to(self._blocks[0].device, dtype)
-        super().__init__(space, all(block.self_adjoint for block in self))
+        space = space.to(self._stacks[0].device, dtype)
+        super().__init__(space, all(block.self_adjoint for block in self._stacks))
 
     def _check_layouts(self, space: ParameterSpace) -> None:
-        sizes = [block.domain.dim for block in self]
+        sizes = [block.domain.dim for block in self._stacks]
         if sum(sizes) != space.dim:
             raise ValueError(
                 f"Blocks with vectors of {sizes} entries cannot act on the {space.dim} entries of "
                 f"the parameters {space.shapes}."
             )
-        if self._has_layouts and not all(block.domain.is_flat for block in self):
+        if self._has_layouts and not all(block.domain.is_flat for block in self._stacks):
             raise ValueError("Only blocks on plain vectors can have a layout.")
-        if [layout.size for layout in self.layouts] != sizes:
+        if [layout.size for layout in self._layouts] != sizes:
             raise ValueError(
                 f"The blocks have vectors of {sizes} entries, their layouts "
-                f"{[layout.size for layout in self.layouts]}."
+                f"{[layout.size for layout in self._layouts]}."
             )
 
     # --- blocks
+
+    @cached_property
+    def _pairs(self) -> list[tuple[StructuredLinearOperator, Layout]]:
+        """All blocks, one by one, and their layouts."""
+        pairs = [
+            pair
+            for block, layout in zip(self._stacks, self._layouts, strict=True)
+            for pair in zip(block._parts(layout.number), layout.parts, strict=True)
+        ]
+        if len(pairs) > len(self._stacks):  # in the order of the parameters
+            order = {name: i for i, name in enumerate(self.domain.names)}
+            pairs.sort(key=lambda pair: order[pair[1].views[0].name])
+        return pairs
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Where the entries of each block are in the parameters."""
+        return tuple(layout for _, layout in self._pairs)
+
+    @cached_property
+    def _keys(self) -> tuple[Any, ...]:
+        return _connected_names(self.layouts) if self._has_layouts else self._names
 
     @property
     def blocks(self) -> dict[Any, StructuredLinearOperator]:
@@ -86,9 +109,9 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         Kronecker-factored approximations; blocks on the same parameters are put together.
         """
         if not self._has_layouts:
-            return dict(zip(self._keys, self._blocks, strict=True))
+            return dict(zip(self._keys, self, strict=True))
         groups: dict[tuple[str, ...], list[tuple]] = {}
-        for key, *pair in zip(self._keys, self._blocks, self.layouts, strict=True):
+        for key, pair in zip(self._keys, self._pairs, strict=True):
             groups.setdefault(key, []).append(pair)
         return {
             names: BlockDiagonalLinearOperator(
@@ -102,10 +125,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return [f"{len(self)} blocks"]
 
     def __iter__(self) -> Iterator[StructuredLinearOperator]:
-        return iter(self._blocks)
+        return (block for block, _ in self._pairs)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return sum(layout.number for layout in self._layouts)
 
     def _record(self) -> tuple:
         if self.ranks is not None:
@@ -113,33 +136,49 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 "An operator with blocks on several processes cannot be saved in one file. The "
                 "factors of KFAC can be kept in a directory, which curvlinops.load reads."
             )
-        return self._arguments_with(self._blocks, self.domain)[:3]
+        return self._arguments_with(self._stacks, self.domain)[:3]
 
-    def _arguments_with(self, blocks: Iterable[Any], space: ParameterSpace) -> tuple:
+    def _arguments_with(self, stacks: Iterable[Any], space: ParameterSpace) -> tuple:
         """Return the arguments of an operator with other blocks on the same parameters."""
         space = None if space.is_flat else space
         if self._has_layouts:
-            return tuple(blocks), space, self.layouts, self.ranks
-        return dict(zip(self._keys, blocks, strict=True)), space, None, self.ranks
+            return tuple(stacks), space, self._layouts, self.ranks
+        return dict(zip(self._names, stacks, strict=True)), space, None, self.ranks
 
-    def _with(self, blocks: Iterable[Any]) -> "BlockDiagonalLinearOperator":
+    def _with(self, stacks: Iterable[Any]) -> "BlockDiagonalLinearOperator":
         """Return the operator with other blocks on the same parameters."""
-        return BlockDiagonalLinearOperator(*self._arguments_with(blocks, self.domain))
+        return BlockDiagonalLinearOperator(*self._arguments_with(stacks, self.domain))
 
     def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> list[Any]:
-        """Return the results of a function of each block; errors name the block."""
+        """Return the results of a function of all blocks, of equal ones together.
+
+        Errors name the block.
+        """
         out = []
         with self._raising_together():
-            for key, block in zip(self._keys, self._blocks, strict=True):
-                # a single block without a key is not worth mentioning
-                with about(None if len(self) == 1 and key == 0 else key):
-                    out.append(function(block))
+            for i, (stack, layout) in enumerate(zip(self._stacks, self._layouts, strict=True)):
+                try:
+                    out.append(function(stack))
+                except (ValueError, RuntimeError):
+                    if layout.number > 1:
+                        self._one_by_one(function, layout)
+                        raise
+                    with about(self._key_of(i, layout)):
+                        raise
         return out
 
-    def _decompose(self, accurate: bool, inverse: bool = False) -> None:
-        """Compute the eigendecompositions that are needed, those of equal sizes at once."""
-        with self._raising_together():
-            decompose(self._to_decompose(accurate, inverse))
+    def _one_by_one(self, function: Callable, layout: Layout) -> None:
+        """Raise the error of one of several equal blocks."""
+        for block, part in self._pairs:
+            if part in layout.parts:
+                with about(self._key_of(0, part)):
+                    function(block)
+
+    def _key_of(self, index: int, layout: Layout) -> Any:
+        if self._has_layouts:
+            return self._keys[self.layouts.index(layout)]
+        # a single block without a key is not worth mentioning
+        return None if self._names == (0,) else self._names[index]
 
     # --- blocks on several processes
 
@@ -168,23 +207,46 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- vectors
 
-    def _read(self, columns: Columns) -> Iterator[Columns]:
-        """Yield the blocks' vectors."""
-        for block, layout in zip(self, self.layouts, strict=True):
-            yield block.domain.split_rows(self._gathered(layout, columns))
+    @property
+    def _takes_whole(self) -> bool:
+        return not self.domain.is_sharded
 
-    def _join(self, vectors_block_spaces: Iterable[Columns]) -> Columns:
-        """Return vectors, given those of the blocks."""
-        out: Columns = {}
-        for block, layout, columns in zip(self, self.layouts, vectors_block_spaces, strict=True):
-            vectors = block.domain.join_rows(columns)
-            if not out:
-                flat = self.domain.empty(len(vectors))
-                out = self.domain.split_rows(flat.zero_() if self.domain.is_sharded else flat)
-            self._write(layout, vectors, out)
-        if not self.domain.is_sharded:
-            self._complete(flat)
-        return out
+    @cached_property
+    def _in_whole(self) -> list[Layout]:
+        """The layouts in vectors that are one tensor."""
+        return [in_whole(layout, self.domain) for layout in self._layouts]
+
+    def _apply(self, columns: Columns) -> Columns:
+        return self._products(columns, StructuredLinearOperator._apply_rows)
+
+    def _apply_adjoint(self, columns: Columns) -> Columns:
+        return self._products(columns, StructuredLinearOperator._apply_adjoint_rows)
+
+    def _products(self, columns: Columns, multiply: Callable) -> Columns:
+        """Multiply vectors by all blocks."""
+        columns = self._agreed(columns)
+        rows = columns.get("")
+        if rows is None and not self.domain.is_sharded:
+            rows = self.domain.joined_view(columns)
+        layouts = self._layouts if rows is None else self._in_whole
+        source = columns if rows is None else {"": rows}
+        out = self._joined(
+            multiply(block, self._gathered(layout, source))
+            for block, layout in zip(self._stacks, layouts, strict=True)
+        )
+        return {"": out} if "" in columns else self.domain.split_rows(out)
+
+    def _joined(self, vectors: Iterable[Tensor]) -> Tensor:
+        """Return vectors as rows, given those of the blocks, ``[K, D_b]`` each."""
+        space, rows = self.domain, None
+        for layout, some in zip(
+            self._layouts if space.is_sharded else self._in_whole, vectors, strict=True
+        ):
+            if rows is None:
+                rows = space.empty(len(some))
+                out = space.split_rows(rows.zero_()) if space.is_sharded else {"": rows}
+            self._write(layout, some, out)
+        return rows if space.is_sharded else self._complete(rows)
 
     def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
         """Return the vectors of a block, given vectors of which processes may have parts."""
@@ -204,24 +266,10 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         for name, whole in wholes.items():  # of which another block may have other entries
             out[name] += self.domain.part(name, whole)
 
-    def _join_vectors(self, vectors: Iterable[Tensor]) -> Tensor:
-        """Return one vector ``[D]``, given those of the blocks, ``[D_b]`` each."""
-        pairs = zip(self, vectors, strict=True)
-        columns = (block.domain.split_rows(vector.unsqueeze(0)) for block, vector in pairs)
-        return self.domain.join_rows(self._join(columns))[0]
-
-    def _apply(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._read(self._agreed(columns)), strict=True)
-        return self._join(block._apply(vectors) for block, vectors in pairs)
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        pairs = zip(self, self._read(self._agreed(columns)), strict=True)
-        return self._join(block._apply_adjoint(vectors) for block, vectors in pairs)
-
     def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
         blocks = [
             (block, layout)
-            for block, layout in zip(self, self.layouts, strict=True)
+            for block, layout in self._pairs
             if layout.names & columns.keys() and not layout.names.isdisjoint(names)
         ]
         wanted = set(names).union(*(layout.names for _, layout in blocks))
@@ -230,57 +278,44 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         columns = self.domain.fill(self._agreed(columns), needed)
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
-            product = block._apply(block.domain.split_rows(self._gathered(layout, columns)))
-            self._write(layout, block.domain.join_rows(product), out)
+            self._write(layout, block._apply_rows(self._gathered(layout, columns)), out)
         is_complete = self.domain.is_sharded
         return {n: out[n] if is_complete else self._complete(out[n]) for n in names}
 
     # --- quantities
 
     def _trace(self) -> Tensor:
-        return self._complete(torch.stack([block._trace() for block in self])).sum()
+        return self._complete(torch.stack([block._trace() for block in self._stacks])).sum()
 
     def _norm(self) -> Tensor:
-        norms = self._complete(torch.stack([block._norm().double() for block in self]))
+        norms = self._complete(torch.stack([block._norm().double() for block in self._stacks]))
         return double_norm(norms, 0)
 
     def _diagonal(self) -> Tensor:
-        return self._join_vectors([block._diagonal() for block in self])
+        return self._joined(block._diagonal().unsqueeze(0) for block in self._stacks)[0]
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        self._decompose(accurate=True, inverse=True)
         results = self._each(lambda block: block._slogdet())
         signs, logarithms = (self._complete(torch.stack(x)) for x in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
-        return [
-            needed._replace(name=f"Block {label(key)}: {needed.name}")
-            for key, block in zip(self._keys, self, strict=True)
-            for needed in block._to_decompose(accurate, inverse)
-        ]
-
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
         self.domain.check_whole("all eigenvalues")
-        self._decompose(accurate)
         blocks = self._each(lambda block: block._eigh(accurate))
-        values = self._join_vectors([block.eigenvalues for block in blocks])
+        values = self._joined(block.eigenvalues.unsqueeze(0) for block in blocks)[0]
         vectors = self._with([block.eigenvectors for block in blocks])
         return EighDecomposedLinearOperator(values, vectors)
 
     def _has_eigh(self) -> bool:
-        is_cheap = all(block._has_eigh() for block in self)
+        is_cheap = all(block._has_eigh() for block in self._stacks)
         return is_cheap if self.ranks is None else all(self.ranks.gather_objects(is_cheap))
 
     def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
-        self._decompose(accurate, inverse=True)
         return self._map(lambda block: block._inverse(accurate))
 
     def _power(self, exponent: float) -> "BlockDiagonalLinearOperator":
-        if exponent < 0 or not exponent.is_integer():
-            self._decompose(accurate=True)
         return self._map(lambda block: block._power(exponent))
 
     # --- algebra
@@ -298,7 +333,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return self._map(lambda block: block._squared_entries())
 
     def _to(self, device: torch.device, dtype: torch.dtype) -> "BlockDiagonalLinearOperator":
-        blocks = [block._to(device, dtype) for block in self]
+        blocks = [block._to(device, dtype) for block in self._stacks]
         space = self.domain.to(device, dtype)
         return BlockDiagonalLinearOperator(*self._arguments_with(blocks, space))
 
@@ -318,8 +353,13 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             return None
         if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None
+        # one by one: sums of stacks would have the limits of large matrices
         blocks = [function(*pair) for pair in zip(self, other, strict=True)]
-        return None if any(block is None for block in blocks) else self._with(blocks)
+        if any(block is None for block in blocks):
+            return None
+        if len(blocks) == len(self._stacks):
+            return self._with(blocks)
+        return BlockDiagonalLinearOperator(blocks, self.domain, self.layouts)
 
 
 class RemoteLinearOperator(StructuredLinearOperator):
@@ -407,12 +447,11 @@ def _one_after_the_other(sizes: Iterable[int], space: ParameterSpace) -> Iterato
 
 def _connected_names(layouts: Sequence[Layout]) -> tuple[tuple[str, ...], ...]:
     """Return for each layout its parameters, and all with which other layouts connect these."""
-    connected: dict[str, tuple[str, ...]] = {}
-    for layout in layouts:
-        groups = [connected.get(view.name, (view.name,)) for view in layout.views]
-        names = tuple(dict.fromkeys(name for group in groups for name in group))
-        connected |= dict.fromkeys(names, names)
-    return tuple(connected[layout.views[0].name] for layout in layouts)
+    keys: dict[int, tuple[str, ...]] = {}
+    for group in connected(layout.names for layout in layouts):
+        names = dict.fromkeys(view.name for i in group for view in layouts[i].views)
+        keys |= dict.fromkeys(group, tuple(names))
+    return tuple(keys[i] for i in range(len(layouts)))
 
 
 # --- checks and messages

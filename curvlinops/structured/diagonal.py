@@ -143,6 +143,11 @@ class IdentityLinearOperator(StructuredLinearOperator):
     def _arguments(self) -> dict[str, Any]:
         return {}  # the formula has them
 
+    def _make_parts(self, number: int) -> "list[IdentityLinearOperator]":
+        size, space = self.domain.dim // number, self.domain
+        part = ParameterSpace.flat(size, space.dtype, space.device)
+        return [IdentityLinearOperator(part, self.scalar)] * number
+
     def _apply(self, columns: Columns) -> Columns:
         return {name: self.scalar * column for name, column in columns.items()}
 

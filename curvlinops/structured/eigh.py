@@ -95,6 +95,10 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
     def _record(self) -> tuple:
         return self.eigenvalues, self.eigenvectors
 
+    def _make_parts(self, number: int) -> "list[EighDecomposedLinearOperator]":
+        values, vectors = self.eigenvalues.tensor_split(number), self.eigenvectors._parts(number)
+        return list(map(EighDecomposedLinearOperator, values, vectors))
+
     def _apply(self, columns: Columns) -> Columns:
         # columns get a new value at each step, so that the memory of the old one is free
         columns = self.eigenvectors._apply_adjoint(columns)

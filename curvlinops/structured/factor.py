@@ -1,18 +1,15 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvlinops.structured.linalg import (
-    batches,
-    check_finite,
     cholesky_inverse,
-    eigh_batched,
+    eigenpairs,
     is_symmetric,
     power,
     shifted,
@@ -52,6 +49,7 @@ class Factor:
     ):
         self.tensor, self.psd, self.is_identity = tensor, psd, is_identity
         self.decomposition = decomposition
+        self._parts: list[Factor] | None = None
         self.groups, self.rows, self.columns = *tensor.shape[:2], tensor.shape[-1]
         self.is_diagonal = tensor.ndim == 2
         if symmetric is None:
@@ -91,6 +89,29 @@ class Factor:
         if right == 1:
             return X.squeeze(3) @ (T if self.symmetric else T.mT)
         return T @ X.squeeze(1) if left == 1 else T.unsqueeze(1) @ X
+
+    def parts(self, number: int) -> "list[Factor]":
+        """Return so many factors with equal shares of the groups; of one group, all the same."""
+        if self.groups == 1:
+            return [self] * number
+        if self._parts is None:  # operators that share a factor share its parts
+            values, vectors = self.decomposition or (None, None)
+            chunks = (
+                [None] * number if x is None else x.tensor_split(number)
+                for x in (self.tensor, values, vectors)
+            )
+            self._parts = [
+                Factor(
+                    tensor,
+                    self.symmetric,
+                    self.psd,
+                    self.eps,
+                    None if values is None else (values, vectors),
+                    self.is_identity,
+                )
+                for tensor, values, vectors in zip(*chunks, strict=True)
+            ]
+        return self._parts
 
     # --- quantities
 
@@ -162,22 +183,30 @@ class Factor:
         if self.is_diagonal:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
         if not self.is_decomposed(in_float64):
-            decompose([Decomposition(self, name, in_float64)])
+            values, vectors = eigenpairs(self.tensor, name, torch.float64 if in_float64 else None)
+            self.decomposition = without_rounding(values, self.eps, self.psd), vectors
         values, vectors = self.decomposition
         return values, Factor(vectors, symmetric=False)
 
-    def inverse(self, shift: float | Tensor, name: str, in_float64: bool = True) -> "Factor":
-        """Return ``(A + shift I)^-1`` of dense matrices, by their eigenvalues.
+    def inverse(self, shift: float | Tensor, name: str, accurate: bool = True) -> "Factor":
+        """Return ``(A + shift I)^-1`` of symmetric matrices.
 
         Args:
             shift: A number, or one for each group, ``[G, 1]``.
             name: What the factor is called in messages.
-            in_float64: Whether eigenvalues are computed in float64.
+            accurate: Whether float64 is used where float32 does not suffice.
 
         Raises:
-            ValueError: If the sum is singular to working precision.
+            ValueError: If the sum is singular to working precision, or has NaN or infinite values.
         """
-        values, vectors = self.eigh(in_float64, name)
+        if self.is_diagonal:
+            return self.shifted(shift).power(-1.0, name)
+        shifts = shift.flatten() if isinstance(shift, Tensor) else shift
+        inverse, _, valid = cholesky_inverse(self.tensor, shifts, self.eps, self.psd, accurate)
+        if bool(valid.all()):
+            return Factor(inverse, symmetric=True, psd=self.psd)
+        del inverse
+        values, vectors = self.eigh(accurate, name)
         limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
         values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
         return self._from_eigenpairs(values, vectors.tensor)
@@ -185,7 +214,8 @@ class Factor:
     def _from_eigenpairs(self, values: Tensor, vectors: Tensor) -> "Factor":
         """Return the matrices with given eigenvalues and orthogonal eigenvectors."""
         matrix = symmetrized(vectors * values.to(vectors).unsqueeze(-2) @ vectors.mT)
-        return Factor(matrix, symmetric=True, psd=self.psd, decomposition=(values, vectors))
+        psd = self.psd and not bool((values < 0).any())
+        return Factor(matrix, symmetric=True, psd=psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
         """Return a power with any exponent but zero.
@@ -277,81 +307,9 @@ def identity(size: int, like: Tensor, groups: int = 1) -> Factor:
 # --- several factors at once
 
 
-class Decomposition(NamedTuple):
-    """An eigendecomposition that is needed: a factor, and the arguments of its ``eigh``."""
-
-    factor: Factor
-    name: str
-    in_float64: bool
-
-
-def decompose(needed: Iterable[Decomposition]) -> None:
-    """Compute eigendecompositions ahead of ``Factor.eigh``, those of equal sizes at once.
-
-    Raises:
-        ValueError: If a matrix has NaN or infinite values.
-    """
-    needed = list(needed)
-    for in_float64 in (True, False):
-        names = {
-            request.factor: request.name
-            for request in needed
-            if request.in_float64 == in_float64 and not request.factor.is_decomposed(in_float64)
-        }
-        dtype = torch.float64 if in_float64 else None
-        pairs = eigh_batched([factor.tensor for factor in names], list(names.values()), dtype)
-        for factor, (values, vectors) in zip(names, pairs, strict=True):
-            factor.decomposition = without_rounding(values, factor.eps, factor.psd), vectors
-
-
 def name_of_factor(index: int) -> str:
     """Return how messages call a factor."""
     return f"Factor {index} of the Kronecker product"
-
-
-def invert(
-    damped: Sequence[tuple[Factor, float | Tensor, str]], accurate: bool = True
-) -> list[Factor]:
-    """Return the inverses of ``F + shift I`` for symmetric factors F, equal sizes at once.
-
-    Args:
-        damped: Each factor F, its shift, which is a number or one for each group, ``[G, 1]``, and
-            its name in messages.
-        accurate: Whether float64 is used where float32 does not suffice.
-
-    Raises:
-        ValueError: If a factor is singular to working precision, or has NaN or infinite values.
-    """
-    inverses: dict[int, Factor] = {}
-    dense: dict[tuple[float, bool], list[int]] = {}
-    for i, (factor, shift, name) in enumerate(damped):
-        if factor.is_diagonal:
-            inverses[i] = factor.shifted(shift).power(-1.0, name)
-        else:
-            dense.setdefault((factor.eps, factor.psd), []).append(i)
-    for (eps, psd), members in dense.items():
-        tensors = [damped[i][0].tensor for i in members]
-        check_finite(tensors, [damped[i][2] for i in members])
-        for indices, sizes, batch in batches(tensors):
-            numbers = [members[index] for index in indices]
-            shifts = torch.cat([_by_group(*damped[i][:2]) for i in numbers])
-            inverse, _, valid = cholesky_inverse(batch, shifts, eps, psd, accurate)
-            valid = valid.cpu()  # one synchronization for all
-            results = zip(numbers, inverse.split(sizes), valid.split(sizes), strict=True)
-            for i, matrix, is_valid in results:
-                if all(is_valid.tolist()):
-                    inverses[i] = Factor(matrix, symmetric=True, psd=psd)
-    others = [i for i in range(len(damped)) if i not in inverses]
-    decompose(Decomposition(damped[i][0], damped[i][2], accurate) for i in others)
-    for i in others:
-        inverses[i] = damped[i][0].inverse(*damped[i][1:], accurate)
-    return [inverses[i] for i in range(len(damped))]
-
-
-def _by_group(factor: Factor, shift: float | Tensor) -> Tensor:
-    """Return one number for each group, ``[G]``."""
-    shift = torch.as_tensor(shift, dtype=torch.float64, device=factor.tensor.device)
-    return shift.flatten().expand(factor.groups)
 
 
 def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:

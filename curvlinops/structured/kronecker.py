@@ -12,10 +12,8 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import (
-    Decomposition,
     Factor,
     identity,
-    invert,
     multiply,
     name_of_factor,
     slogdet,
@@ -85,6 +83,10 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         """Return the Kronecker product of other factors."""
         return KroneckerProductLinearOperator(*factors)
 
+    def _make_parts(self, number: int) -> "list[KroneckerProductLinearOperator]":
+        factors = zip(*(factor.parts(number) for factor in self._factors), strict=True)
+        return [self._of(some) for some in factors]
+
     def _apply(self, columns: Columns) -> Columns:
         return {"": multiply(self._factors, self._groups, columns[""])}
 
@@ -102,7 +104,11 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return self._by_group([factor.diagonal().sum(-1) for factor in self._factors]).sum()
 
     def _norm(self) -> Tensor:
-        return double_norm(self._by_group([factor.norm for factor in self._factors]), 0)
+        return double_norm(self._norms(), 0)
+
+    def _norms(self) -> Tensor:
+        """Return the Frobenius norms of the groups, ``[G]``, in float64."""
+        return self._by_group([factor.norm for factor in self._factors])
 
     def _diagonal(self) -> Tensor:
         self._need_square_factors("A diagonal")
@@ -129,12 +135,6 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         """Return the operator as one Kronecker product; see ``ShiftedLinearOperator``."""
         return self
 
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
-        if inverse:
-            return []  # Cholesky decompositions are faster
-        factors = enumerate(self._factors)
-        return [Decomposition(factor, name_of_factor(i), accurate) for i, factor in factors]
-
     def _eigh(
         self, accurate: bool = False, shift: float = 0.0, exponent: float = 1.0
     ) -> EighDecomposedLinearOperator:
@@ -154,8 +154,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         self, accurate: bool = True, shift: float = 0.0
     ) -> "KroneckerProductLinearOperator":
         """Return the Kronecker product of ``(F + shift I)^-1`` for all factors F."""
-        damped = [(f, shift, name_of_factor(i)) for i, f in enumerate(self._factors)]
-        return self._of(invert(damped, accurate))
+        factors = enumerate(self._factors)
+        return self._of(f.inverse(shift, name_of_factor(i), accurate) for i, f in factors)
 
     def _is_matrix(self) -> bool:
         """Return whether the operator is a single dense matrix that is not decomposed yet."""

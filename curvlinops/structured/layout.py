@@ -1,7 +1,7 @@
 """Where the entries of a block's vectors are in the parameters."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from math import gcd, prod
@@ -9,7 +9,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, flat
+from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
 from curvlinops.support.serialization import recorded
 
 #: Length and stride of an axis.
@@ -85,7 +85,7 @@ class ParameterView:
             ``None`` if v is no strided view.
         """
         axes = list(zip(self.sizes, self.strides, strict=True))
-        groups = _grouped(axes, [shape[i] for i in order])
+        groups = grouped(axes, [shape[i] for i in order])
         if groups is None:
             return None
         axes = [axis for i in range(len(order)) for axis in groups[order.index(i)]]
@@ -103,7 +103,7 @@ class ParameterView:
         Returns:
             ``None`` if axes are not nested, so that an entry may occur twice.
         """
-        return _with_strides(name, tuple(view.shape), view.stride(), view.storage_offset())
+        return with_strides(name, tuple(view.shape), view.stride(), view.storage_offset())
 
     @classmethod
     def of_axes(cls, name: str, axes: Iterable[Axis], offset: int = 0) -> "ParameterView":
@@ -147,9 +147,10 @@ class ParameterView:
 
 
 @lru_cache(maxsize=4096)  # each batch has the same views
-def _with_strides(
+def with_strides(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> ParameterView | None:
+    """Return the view with given axes, ``None`` if an entry may occur twice."""
     axes, reach = list(zip(shape, strides, strict=True)), 0
     for stride, size in sorted((stride, size) for size, stride in axes):
         if size > 1 and stride <= reach:
@@ -169,7 +170,19 @@ def are_disjoint(views: Sequence[ParameterView]) -> bool:
     return bool((count <= 1).all())
 
 
-def _grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
+def _evenly_spaced(views: Sequence[ParameterView]) -> ParameterView | None:
+    """Return the view of the entries of several views, ``None`` if there is none."""
+    first, steps = views[0], {b.offset - a.offset for a, b in pairwise(views)}
+    shapes = {(view.sizes, view.strides) for view in views}
+    if len(views) == 1:
+        return first
+    if len(steps) > 1 or len(shapes) > 1 or not (step := min(steps)) > 0:
+        return None
+    axes = [(len(views), step), *zip(first.sizes, first.strides, strict=True)]
+    return ParameterView.of_axes(first.name, axes, first.offset)
+
+
+def grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
     """Split axes so that consecutive ones have the entries of axes of other sizes.
 
     Args:
@@ -200,13 +213,34 @@ def _grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
 class Layout:
     """The entries of a block, which are those of a matrix, row by row.
 
+    The entries of several equal blocks are those of their matrices, one after the other.
+
     Attributes:
         views: The matrix's sides, such as weight and bias, from left to right. Each is row-major.
-        rows: The number of the matrix's rows.
+            Those of the first matrix come first.
+        rows: The number of a matrix's rows.
+        number: The number of matrices.
     """
 
     views: tuple[ParameterView, ...]
     rows: int = 1
+    number: int = 1
+
+    @classmethod
+    def of_several(cls, layouts: Sequence["Layout"]) -> "Layout":
+        """Return the layout of equal blocks, each of one matrix, one after the other."""
+        views = tuple(view for layout in layouts for view in layout.views)
+        return cls(views, layouts[0].rows, len(layouts))
+
+    @cached_property
+    def parts(self) -> "tuple[Layout, ...]":
+        """The layouts of the single matrices."""
+        if self.number == 1:
+            return (self,)
+        sides = len(self.views) // self.number
+        return tuple(
+            Layout(self.views[i : i + sides], self.rows) for i in range(0, len(self.views), sides)
+        )
 
     @cached_property
     def size(self) -> int:
@@ -220,6 +254,8 @@ class Layout:
 
     def gather(self, columns: Columns) -> Tensor:
         """Turn vectors of parameters, ``{name: [K, *shape]}``, into the block's, ``[K, n]``."""
+        if self.number > 1:
+            return torch.cat([part.gather(columns) for part in self.parts], dim=1)
         sides = [view.gather(columns) for view in self.views]
         if len(sides) == 1:
             return sides[0]
@@ -229,6 +265,11 @@ class Layout:
 
     def write(self, vectors: Tensor, columns: Columns) -> None:
         """Write vectors of the block, ``[K, n]``, into those of parameters: undo ``gather``."""
+        if self.number > 1:
+            pieces = vectors.tensor_split(self.number, dim=1)
+            for part, piece in zip(self.parts, pieces, strict=True):
+                part.write(piece, columns)
+            return
         sides = (vectors,)
         if len(self.views) > 1:
             matrix = vectors.reshape(len(vectors), self.rows, self.size // self.rows)
@@ -236,3 +277,20 @@ class Layout:
         for view, side in zip(self.views, sides, strict=True):
             out = view.of(flat(columns[view.name]))
             out.copy_(side.reshape(out.shape))
+
+
+@lru_cache(maxsize=1024)  # each inverse has the same layouts
+def in_whole(layout: Layout, space: ParameterSpace) -> Layout:
+    """Return where the entries of a layout are in the vectors of a space as one tensor.
+
+    Sides of equal matrices that are evenly spaced become one view.
+    """
+    views = [
+        replace(view, name="", offset=space.slice(view.name).start + view.offset)
+        for view in layout.views
+    ]
+    sides = len(views) // layout.number
+    spaced = [_evenly_spaced(views[side::sides]) for side in range(sides)]
+    if None in spaced:
+        return Layout(tuple(views), layout.rows, layout.number)
+    return Layout(tuple(spaced), layout.rows * layout.number)

@@ -6,39 +6,13 @@ of an ``n x n`` matrix. They are zero. A matrix with such an eigenvalue is singu
 inverse, and its log-determinant is minus infinity.
 """
 
-from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import not_finite
 from curvlinops.support.arguments import without_graph
-
-#: Matrices with fewer numbers than this are copied into batches. Larger ones gain nothing.
-_BATCH = 2**20
-
-
-# --- batches of equal shape
-
-
-def batches(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], list[int], Tensor]]:
-    """Yield tensors ``[G, *shape]`` of equal shape, dtype and device, concatenated.
-
-    Yields:
-        The indices of the tensors, their sizes G, and the batch along the first axis. The batch of
-        a single tensor is that tensor, not a copy.
-    """
-    groups: dict[tuple, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.shape[1:], tensor.dtype, tensor.device), []).append(i)
-    for members in groups.values():
-        step = max(_BATCH // max(tensors[members[0]].numel(), 1), 1)
-        for start in range(0, len(members), step):
-            indices = members[start : start + step]
-            chosen = [tensors[i] for i in indices]
-            batch = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
-            yield indices, [len(tensor) for tensor in chosen], batch
-
 
 # --- eigenvalues
 
@@ -138,53 +112,43 @@ def signed_logarithm(values: Tensor) -> tuple[Tensor, Tensor]:
 # --- decompositions
 
 
-def eigh_batched(
-    matrices: Sequence[Tensor], names: Sequence[str], dtype: torch.dtype | None = None
-) -> list[tuple[Tensor, Tensor]]:
-    """Return the eigendecompositions of symmetric matrices.
+def eigenpairs(
+    matrices: Tensor, name: str, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the eigendecompositions of symmetric matrices, ``[G, n, n]``.
 
-    Matrices of equal size, dtype and device are decomposed together. Decompositions that do not
-    converge are repeated in float64.
+    Decompositions that do not converge are repeated in float64.
 
     Args:
-        matrices: Symmetric matrices, ``[G, n, n]`` each.
-        names: What they are called in messages.
+        matrices: The matrices.
+        name: What they are called in messages.
         dtype: The precision of the computation. Default: that of the matrices.
 
     Returns:
-        For each its eigenvalues in ascending order, ``[G, n]``, in the precision of the
-        computation, and its eigenvectors ``[G, n, n]`` as columns, in the dtype of the matrix.
+        The eigenvalues in ascending order, ``[G, n]``, in the precision of the computation, and
+        the eigenvectors ``[G, n, n]`` as columns, in the dtype of the matrices.
 
     Raises:
         ValueError: If a matrix has NaN or infinite values.
         RuntimeError: If a matrix cannot be decomposed in float64.
     """
-    check_finite(matrices, names)
-    out: list[tuple[Tensor, Tensor]] = [None] * len(matrices)  # type: ignore[list-item]
-    for members, sizes, batch in batches([matrix.detach() for matrix in matrices]):
-        values, vectors = _eigh(batch, dtype or batch.dtype, ", ".join(names[i] for i in members))
-        vectors = vectors.to(batch.dtype)
-        for i, *pair in zip(members, values.split(sizes), vectors.split(sizes), strict=True):
-            out[i] = tuple(pair)
-    return out
-
-
-def _eigh(matrix: Tensor, dtype: torch.dtype, name: str) -> tuple[Tensor, Tensor]:
-    if matrix.numel() == 0:
-        return matrix.new_zeros(matrix.shape[:-1], dtype=dtype), matrix
+    check_finite(matrices, name)
+    matrices, dtype = matrices.detach(), dtype or matrices.dtype
+    if matrices.numel() == 0:
+        return matrices.new_zeros(matrices.shape[:-1], dtype=dtype), matrices
     try:
-        values, vectors = torch.linalg.eigh(matrix.to(dtype))
+        values, vectors = torch.linalg.eigh(matrices.to(dtype))
     except torch.linalg.LinAlgError:  # there is no result for any of the matrices
-        values = matrix.new_full(matrix.shape[:-1], torch.nan, dtype=dtype)
-        vectors = torch.empty_like(matrix, dtype=dtype)
+        values = matrices.new_full(matrices.shape[:-1], torch.nan, dtype=dtype)
+        vectors = torch.empty_like(matrices, dtype=dtype)
     failed = ~values.isfinite().all(-1)
     if bool(failed.any()):
         try:
-            repeated = torch.linalg.eigh(matrix[failed].double())
+            repeated = torch.linalg.eigh(matrices[failed].double())
         except torch.linalg.LinAlgError as error:
             raise RuntimeError(f"The eigendecomposition of {name} did not converge.") from error
         values[failed], vectors[failed] = (x.to(dtype) for x in repeated)
-    return values, vectors
+    return values, vectors.to(matrices.dtype)
 
 
 def cholesky_inverse(
@@ -209,11 +173,12 @@ def cholesky_inverse(
     if matrix.numel() == 0:
         return matrix.clone(), matrix.new_zeros(len(matrix)), matrix.new_ones(len(matrix)).bool()
 
-    def attempt(A: Tensor, shift: Tensor, dtype: torch.dtype, limit: float) -> tuple[Tensor, ...]:
+    def attempt(A: Tensor, shift: Tensor | float, dtype: torch.dtype, limit: float) -> Any:
         inverse, logarithm, norm = _invert(A, shift, dtype)
         return inverse, logarithm, _condition(inverse, A, shift, norm, eps, psd) < limit
 
-    shift = torch.as_tensor(shift, dtype=torch.float64, device=matrix.device).expand(len(matrix))
+    if isinstance(shift, Tensor):
+        shift = shift.to(matrix.device, torch.float64).expand(len(matrix))
     limit = 1 / tolerance(matrix.shape[-1], eps)
     if not accurate or matrix.dtype == torch.float64:
         return attempt(matrix, shift, matrix.dtype, limit)
@@ -224,13 +189,16 @@ def cholesky_inverse(
     if not bool(valid.all()):
         left = (~valid).nonzero().squeeze(1)
         others = matrix if len(left) == len(matrix) else matrix[left]
-        repeated = attempt(others, shift[left], torch.float64, limit)
+        shifts = shift[left] if isinstance(shift, Tensor) else shift
+        repeated = attempt(others, shifts, torch.float64, limit)
         for out, values in zip(results, repeated, strict=True):
             out[left] = values.to(out.dtype)
     return results
 
 
-def _invert(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _invert(
+    matrix: Tensor, shift: Tensor | float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(A + shift I)^-1``, and log-determinants and Frobenius norms of ``A + shift I``.
 
     Norms of matrices that are not positive definite are infinite.
@@ -238,28 +206,33 @@ def _invert(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     # one copy, column by column as in LAPACK: decomposition and inverse take its memory. Rows of
     # symmetric matrices are their columns
     A = matrix.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
-    A.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1).to(dtype))
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(shift.unsqueeze(-1).to(dtype) if isinstance(shift, Tensor) else shift)
     norm = torch.linalg.vector_norm(A, dim=(-2, -1))
     info = torch.empty(len(A), dtype=torch.int32, device=A.device)
-    L, info = torch.linalg.cholesky_ex(A, out=(A, info))
-    # a failed decomposition may have no inverse: it becomes the identity
-    failed = (info != 0).unsqueeze(-1)
-    L.masked_fill_(failed.unsqueeze(-1), 0.0)
-    L.diagonal(dim1=-2, dim2=-1).masked_fill_(failed, 1.0)
-    logarithm = 2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.cholesky_inverse(L, out=L), logarithm, norm.masked_fill(info != 0, torch.inf)
+    torch.linalg.cholesky_ex(A, out=(A, info))
+    if bool(info.any()):
+        # a failed decomposition may have no inverse: it becomes the identity
+        failed = (info != 0).unsqueeze(-1)
+        A.masked_fill_(failed.unsqueeze(-1), 0.0)
+        diagonal.masked_fill_(failed, 1.0)
+        norm.masked_fill_(info != 0, torch.inf)
+    logarithm = 2 * diagonal.log().sum(-1)
+    return torch.cholesky_inverse(A, out=A), logarithm, norm
 
 
 def _condition(
-    inverse: Tensor, matrix: Tensor, shift: Tensor, norm: Tensor, eps: float, psd: bool
+    inverse: Tensor, matrix: Tensor, shift: Tensor | float, norm: Tensor, eps: float, psd: bool
 ) -> Tensor:
     """Return bounds of the condition numbers of ``A + shift I``.
 
     They are infinite where rounding errors of the entries of A may decide.
     """
     inverse_norm = torch.linalg.vector_norm(inverse, dim=(-2, -1))
-    if psd:  # a smaller bound where many eigenvalues are zero
+    if psd and isinstance(shift, Tensor):  # a smaller bound where many eigenvalues are zero
         inverse_norm = inverse_norm.minimum(1 / shift.to(inverse.dtype))
+    elif psd and shift > 0:
+        inverse_norm = inverse_norm.clamp(max=1 / shift)
     # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
     largest = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
     noise = 1e3 * eps * largest.to(inverse.dtype)
@@ -285,15 +258,14 @@ def is_symmetric(matrix: Tensor) -> bool:
 # --- checks of tensors that become part of an operator
 
 
-def check_finite(matrices: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Refuse NaN and infinite values, by the name of the matrix.
+def check_finite(tensor: Tensor, name: str) -> None:
+    """Refuse NaN and infinite values.
 
     Raises:
         ValueError: If there are any.
     """
-    number = not_finite({str(i): matrix for i, matrix in enumerate(matrices)}) if matrices else None
-    if number is not None:
-        raise ValueError(f"{names[int(number)]} contains NaN or infinite values.")
+    if not_finite({name: tensor}) is not None:
+        raise ValueError(f"{name} contains NaN or infinite values.")
 
 
 def real(tensor: Tensor, name: str, ndim: tuple[int, ...] | None = None) -> Tensor:
@@ -316,6 +288,6 @@ def real(tensor: Tensor, name: str, ndim: tuple[int, ...] | None = None) -> Tens
         raise ValueError(
             f"{name} must have {' or '.join(map(str, ndim))} axes, got shape {list(tensor.shape)}."
         )
-    check_finite([tensor], [name])
+    check_finite(tensor, name)
     tensor = without_graph(tensor, name).detach()
     return tensor if tensor.dtype == torch.float64 else tensor.float()

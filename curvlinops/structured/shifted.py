@@ -7,7 +7,6 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.factor import Decomposition
 from curvlinops.support.serialization import recorded
 
 
@@ -33,6 +32,9 @@ class ShiftedLinearOperator(StructuredLinearOperator):
 
     def _formula(self) -> str:
         return f"{self.operator._formula()} + {self.shift:g} * Identity"
+
+    def _make_parts(self, number: int) -> "list[ShiftedLinearOperator]":
+        return [ShiftedLinearOperator(part, self.shift) for part in self.operator._parts(number)]
 
     def _apply(self, columns: Columns) -> Columns:
         return self._plus_multiple(self.operator._apply(columns), columns)
@@ -60,11 +62,8 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _needs_double(self) -> bool:
         """Whether the shift is so small that small eigenvalues of A matter."""
         eps = torch.finfo(self.torch_dtype).eps
-        return abs(self.shift) <= 1e3 * eps * float(self.operator._norm())
-
-    def _to_decompose(self, accurate: bool, inverse: bool = False) -> list[Decomposition]:
-        needed = self.operator._to_decompose(accurate and self._needs_double)
-        return [] if inverse and len(needed) == 1 else needed
+        norms = self.operator._norms()
+        return norms.numel() > 0 and abs(self.shift) <= 1e3 * eps * float(norms.max())
 
     def _eigh(self, accurate: bool = False) -> StructuredLinearOperator:
         product = self.operator._as_product()

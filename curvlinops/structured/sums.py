@@ -13,7 +13,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.linalg import (
-    eigh_batched,
+    eigenpairs,
     power,
     shifted,
     signed_logarithm,
@@ -21,6 +21,7 @@ from curvlinops.structured.linalg import (
     without_rounding,
 )
 from curvlinops.structured.shifted import ShiftedLinearOperator
+from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
 
 # Terms are Kronecker products; their class is in kronecker.py, which imports this file.
@@ -80,13 +81,17 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
         return reduce(torch.add, [term._trace() for term in self._terms])
 
     def _norm(self) -> Tensor:
+        return double_norm(self._norms(), 0)
+
+    def _norms(self) -> Tensor:
+        """Return the Frobenius norms of the groups, ``[G]``, in float64."""
         # the root of the sum of the inner products of all pairs of terms
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros(self._groups, dtype=torch.float64, device=self.device)
         for left in self._terms:
             for right in self._terms:
                 pairs = zip(left._factors, right._factors, strict=True)
                 inner = reduce(torch.mul, [a.inner(b) for a, b in pairs])
-                total += inner.expand(self._groups).sum()
+                total += inner
         return total.clamp(min=0).sqrt()
 
     def _diagonal(self) -> Tensor:
@@ -305,7 +310,7 @@ def _common_basis(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor
         return Factor(root.to(values)), Factor((1 / root).to(values)), values
     Q = vectors.dense().double()
     middle = Q.mT @ second.dense().double() @ Q / (root.unsqueeze(-1) * root.unsqueeze(-2))
-    [(values, vectors)] = eigh_batched([middle], ["A factor of a sum of Kronecker products"])
+    values, vectors = eigenpairs(middle, "A factor of a sum of Kronecker products")
     bases = (Q * root.unsqueeze(-2)) @ vectors, (Q / root.unsqueeze(-2)) @ vectors
     S, dual = (Factor(basis.to(second.tensor.dtype), symmetric=False) for basis in bases)
     return S, dual, without_rounding(values, second.eps, second.psd)

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from curvlinops.support.pytree import leaves, map_leaves
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
@@ -24,7 +25,12 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
     """Yield all nodes of the graph that computed some tensors."""
-    stack, seen = [output.grad_fn for output in outputs], set()
+    return _nodes_behind([output.grad_fn for output in outputs])
+
+
+def _nodes_behind(stack: list[Any]) -> Iterator[Any]:
+    """Yield nodes, and all that computed what they get."""
+    seen = set()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -33,8 +39,55 @@ def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
             stack += [following for following, _ in node.next_functions]
 
 
+def inputs_first(output: Tensor) -> list[Any]:
+    """Return all nodes of the graph that computed a tensor, inputs before what uses them."""
+    order: list[Any] = []
+    if output.grad_fn is None:
+        return order
+    stack, seen = [(output.grad_fn, iter(output.grad_fn.next_functions))], {output.grad_fn}
+    while stack:
+        node, sources = stack[-1]
+        for source, _ in sources:
+            if source is not None and source not in seen:
+                seen.add(source)
+                stack.append((source, iter(source.next_functions)))
+                break
+        else:
+            order.append(node)
+            stack.pop()
+    return order
+
+
+def metadata(node: Any, number: int = 0) -> Any:
+    """Return ``shape``, ``dtype`` and ``device`` of one of a node's outputs."""
+    return input_metadata(node, number)
+
+
+def output_shape(node: Any, number: int = 0) -> tuple[int, ...]:
+    """Return the shape of one of a node's outputs."""
+    return tuple(input_metadata(node, number).shape)
+
+
+def has_plain_shape(node: Any) -> bool:
+    """Return whether a node's output is no nested tensor, whose lengths are symbols."""
+    return all(type(length) is int for length in input_metadata(node, 0).shape)
+
+
+def shape_of_input(node: Any, position: int) -> tuple[int, ...]:
+    """Return the shape of one of a node's inputs that have a gradient."""
+    source, number = node.next_functions[position]
+    return output_shape(source, number)
+
+
+def signed(number: int) -> int:
+    """Return a saved argument such as an axis, which PyTorch returns as an unsigned number."""
+    return number - 2**64 if number >= 2**63 else number
+
+
 def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) -> int:
     """Return a hash of a graph: operations, their plain arguments, and how they are connected.
+
+    The user's own functions count with their module, and with what they keep beside tensors.
 
     Args:
         nodes: The nodes of the graph, in the order in which they are found from its output.
@@ -48,11 +101,20 @@ def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) ->
             (
                 node.name(),
                 repr(plain_values(node, arguments)),
+                _identity(node) if _is_custom(node) else None,
                 *((numbers[following], index) for following, index in node.next_functions),
             )
             for node in nodes
         )
     )
+
+
+def _identity(node: Any) -> tuple[str, str]:
+    """Return the function of a node, and the values that it keeps; of tensors the kinds."""
+    is_data = (Tensor, np.ndarray)
+    kept = map_leaves(vars(node), lambda x: (x.shape, x.dtype) if isinstance(x, is_data) else x)
+    function = function_of(node)
+    return f"{function.__module__}.{function.__qualname__}", repr(kept)
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
@@ -77,8 +139,21 @@ def custom_functions(nodes: Iterable[Any]) -> set[str]:
     return {node.name().removesuffix("Backward") for node in nodes if _is_custom(node)}
 
 
+def is_custom(node: Any, function: type | None = None) -> bool:
+    """Return whether a node is that of an autograd function in Python, perhaps a certain one."""
+    is_python = isinstance(node, BackwardCFunction)
+    return is_python and (function is None or function_of(node) is function)
+
+
+def behind_custom_functions(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of a graph that computed the inputs of the user's own functions."""
+    return _nodes_behind(
+        [following for node in nodes if _is_custom(node) for following, _ in node.next_functions]
+    )
+
+
 def _is_custom(node: Any) -> bool:
-    if not isinstance(node, BackwardCFunction):
+    if not is_custom(node):
         return False
     return function_of(node).__module__.partition(".")[0] != __name__.partition(".")[0]
 
@@ -97,32 +172,51 @@ def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     return (variable for variable in variables if isinstance(variable, Tensor))
 
 
-def footprint(part: Any) -> int:
-    """Return an estimate in bytes of the memory that tensors and their graphs keep alive.
+def footprint(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+    """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
+
+    Leaves of graphs, which are parameters, do not count. Not seen are the inputs of checkpoints,
+    and what the user's own functions keep inside of objects.
 
     Args:
-        part: Tensors in nested functions (their closures), dictionaries, lists and tuples. Leaves
-            of graphs, which are parameters, do not count.
+        tensors: The tensors.
+        others: Tensors that are in memory anyway.
     """
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls
-        tensors = list(_tensors(part))
+        tensors = list(tensors)
         nodes = list(graph_nodes(*tensors))
-        leaves = [t for t in tensors if t.is_leaf and t.requires_grad]
-        for tensor in tensors:
-            sizes |= _storages(tensor)
         for node in nodes:
             for saved in saved_values(node):
                 # hooks on saved tensors, as of checkpoints, may have saved something else
                 held = getattr(saved, "data", None)
                 if isinstance(held, Tensor):
                     sizes |= _storages(held)
-            for tensor in _tensors(getattr(node, "__dict__", {})):  # of custom functions
+            for tensor in leaves(getattr(node, "__dict__", {})):  # of functions in Python
                 sizes |= _storages(tensor)
-        for variable in (*leaves, *leaf_variables(nodes)):
+        for variable in leaf_variables(nodes):
             for address in _storages(variable):
                 sizes.pop(address, None)
+        for tensor in tensors:
+            sizes |= _storages(tensor)
+        for tensor in others:
+            for address in _storages(tensor):
+                sizes.pop(address, None)
     return sum(sizes.values())
+
+
+def addresses(tensor: Any) -> set[int]:
+    """Return the addresses of a tensor's memory."""
+    return set(_storages(tensor)) if isinstance(tensor, Tensor) else set()
+
+
+def saved_memory(node: Any) -> set[int]:
+    """Return the addresses of the memory of the tensors that a node has saved."""
+    return {
+        address
+        for value in saved_values(node)
+        for address in addresses(getattr(value, "data", None))
+    }
 
 
 def _storages(tensor: Tensor) -> dict[int, int]:
@@ -131,20 +225,3 @@ def _storages(tensor: Tensor) -> dict[int, int]:
         storages = [part.untyped_storage() for part in strided_tensors(tensor)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {}
-
-
-def _tensors(part: Any) -> Iterator[Tensor]:
-    stack, seen = [part], set()
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, FunctionType):
-            stack += [cell.cell_contents for cell in part.__closure__ or ()]
-        elif isinstance(part, dict):
-            stack += part.values()
-        elif isinstance(part, list | tuple):
-            stack += part

@@ -18,22 +18,39 @@ def digest(tree: Any) -> list[tuple]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a weighted sum of a tensor's bits, modulo 2^64: the same on all devices, exactly."""
+    """Return a weighted sum of a tensor's bits, modulo 2^64: the same on all devices, exactly.
+
+    Of a large tensor it is the checksum of the sums of its blocks.
+    """
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     words = tensor.resolve_neg().reshape(-1).contiguous()
+    if words.numel() < 2:  # which is contiguous with any stride
+        words = words.as_strided(words.shape, (1,))
     words = words.view({1: torch.uint8, 2: torch.int16}.get(words.itemsize, torch.int32))
-    weights = _weights(2**15 if words.is_cpu else 2**21, words.device)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part in words.split(len(weights)):
-        total = total * 6364136223846793005 + (part * weights[: len(part)]).sum()
-    return total
+    while len(words) > _BLOCK:
+        words = _block_sums(words).view(torch.int32)
+    return (words * _weights(words.device)[: len(words)]).sum()
+
+
+#: The number of words that are summed with different weights.
+_BLOCK = 2**15
+
+
+def _block_sums(words: Tensor) -> Tensor:
+    """Return the weighted sum of each block of words."""
+    weights = _weights(words.device)
+    full, rest = words.split([len(words) // _BLOCK * _BLOCK, len(words) % _BLOCK])
+    # several blocks at once where that saves time, not where products would leave the cache
+    parts = full.view(-1, _BLOCK).split(1 if words.is_cpu else 64)
+    last = (rest * weights[: len(rest)]).sum()
+    return torch.cat([*((part * weights).sum(1) for part in parts), last[None]])
 
 
 @cache
-def _weights(num: int, device: torch.device) -> Tensor:
+def _weights(device: torch.device) -> Tensor:
     """Return random odd numbers of 64 bits, the same in all processes."""
     generator = torch.Generator().manual_seed(0)
     kind = {"dtype": torch.int64, "device": "cpu", "generator": generator}
-    return (torch.randint(-(2**63), 2**63 - 1, (num,), **kind) | 1).to(device)
+    return (torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), **kind) | 1).to(device)

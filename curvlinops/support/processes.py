@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import distributed
+
+from curvlinops.support.signals import delayed_signals, deliver_signals
 
 
 class Failure(NamedTuple):
@@ -22,7 +25,11 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
 
     Raises:
         RuntimeError: If another process sent a ``Failure``.
+        KeyboardInterrupt: If there was Ctrl-C; the others have an error.
     """
+    if not isinstance(value, Failure):
+        with sending_errors(partial(gather_objects, group=group)):
+            deliver_signals()
     values = [None] * group.size()
     distributed.all_gather_object(values, value, group=group)
     if not isinstance(value, Failure):
@@ -38,25 +45,26 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
 def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
     """Send an error to the other processes, which raise it where they gather objects next.
 
-    An error is sent once, so that these contexts may be nested.
+    An error is sent once, so that these contexts may be nested. Ctrl-C and SystemExit are errors.
 
     Args:
         send: Takes part in the others' ``gather_objects``.
     """
-    try:
-        yield
-    except Exception as error:
-        if not _is_sent(error):
-            send(Failure(f"{type(error).__name__}: {error}"))
-            _mark_sent(error)
-        raise
+    with delayed_signals():
+        try:
+            yield
+        except GeneratorExit:  # nothing failed
+            raise
+        except BaseException as error:
+            if not _is_sent(error):
+                send(Failure(f"{type(error).__name__}: {error}"))
+                _mark_sent(error)
+            raise
 
 
 @contextmanager
 def raised_in_all(group: Any) -> Iterator[None]:
     """Raise an error in all processes of a group if there is one in any.
-
-    Processes must not communicate inside of the context.
 
     Args:
         group: The processes; ``None`` for a single one.
@@ -65,11 +73,17 @@ def raised_in_all(group: Any) -> Iterator[None]:
         RuntimeError: If there is an error in another process.
     """
     if group is None or group.size() == 1:
+        deliver_signals()
         yield
         return
-    with sending_errors(lambda failure: gather_objects(failure, group)):
+    with sending_errors(partial(gather_objects, group=group)):
         yield
-    gather_objects(None, group)
+        gather_objects(None, group)
+
+
+def largest_group(groups: Iterable[Any]) -> Any:
+    """Return the group with the most processes; ``None`` stands for a process alone."""
+    return max(filter(None, groups), key=lambda group: group.size(), default=None)
 
 
 def listed(values: Iterable[Any], group: Any) -> str:
@@ -78,7 +92,7 @@ def listed(values: Iterable[Any], group: Any) -> str:
     return "; ".join(f"Rank {rank}: {value}" for rank, value in pairs if value is not None)
 
 
-def _mark_sent(error: Exception) -> None:
+def _mark_sent(error: BaseException) -> None:
     error.is_sent = True  # type: ignore[attr-defined]
 
 

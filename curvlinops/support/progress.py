@@ -50,7 +50,7 @@ def solver_bar(name: str) -> Iterator[None]:
 def shown(data: Iterable, name: str) -> Iterable:
     """Return data with a progress bar, which is removed at the end of the pass."""
     if _SOLVER.depth and _SOLVER.bar is None:
-        _SOLVER.bar = tqdm(desc=_SOLVER.name, total=_SOLVER.total, unit=" products")
+        _SOLVER.bar = tqdm(desc=_SOLVER.name, total=_SOLVER.total, unit="product")
     return tqdm(data, desc=name, leave=False, delay=_LONG if _SOLVER.depth else 0)
 
 

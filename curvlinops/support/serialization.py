@@ -16,6 +16,7 @@ Tensors that share memory are written once. Equal descriptions of objects are re
 
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -210,10 +211,11 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Yield the name of a new file, which gets a path once it is complete.
 
     The older file of that path stays as it is for those who have mapped it to memory. A process
-    that is killed leaves the older file, and perhaps a part of the new one.
+    that is killed leaves the older file, and perhaps a part of the new one. Processes and threads
+    that write to one path at the same time each have a new file of their own.
     """
     path = Path(path)
-    new = path.with_name(f"{path.name}.part")
+    new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         yield new
         os.replace(new, path)

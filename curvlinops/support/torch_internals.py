@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 
 
@@ -242,8 +243,8 @@ def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 def strided_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors of which a sparse or nested one consists; a dense one is its own."""
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
-        names, _ = tensor.__tensor_flatten__()
-        return [part for name in names for part in strided_tensors(getattr(tensor, name))]
+        held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [x for part in held if isinstance(part, Tensor) for x in strided_tensors(part)]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -294,3 +295,63 @@ def _is_wanted(node: Any) -> bool:
         return _will_run(node)
     except RuntimeError:  # a leaf, for which it is not implemented
         return True
+
+
+# --- nodes of autograd's graph
+
+
+def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
+    """Return the shape of one of the outputs that a node had in the forward pass."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def saved(node: Any, name: str) -> Any:
+    """Return an argument or a tensor that a node has saved for its backward pass."""
+    value = getattr(node, f"_saved_{name}")
+    if isinstance(value, int):
+        return _signed(value)
+    is_list = isinstance(value, tuple) and all(isinstance(x, int) for x in value)
+    return tuple(map(_signed, value)) if is_list else value
+
+
+def _signed(value: int) -> int:
+    """Nodes say -1 as 2 ** 64 - 1."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+def saved_axes(node: Any, name: str, ndim: int) -> tuple[int, ...]:
+    """Return a saved axis, or several, of a tensor with ``ndim`` axes. No axes: all of them."""
+    axes = saved(node, name)
+    axes = (axes,) if isinstance(axes, int) else axes or range(ndim)
+    return tuple(x % max(ndim, 1) for x in axes)
+
+
+def is_users_function(node: Any) -> bool:
+    """Return whether a node is a ``torch.autograd.Function`` that PyTorch does not use itself."""
+    if not isinstance(node, BackwardCFunction):
+        return False
+    module = function_of(node).__module__
+    return not module.startswith("torch.") or module.startswith("torch._library.")
+
+
+def gradients_of_inputs(node: Any, gradient: Tensor) -> list[Tensor | None]:
+    """Let a node compute the gradients of its inputs, by position in ``next_functions``.
+
+    Args:
+        node: A node with a single output.
+        gradient: The gradient of its output.
+    """
+    with torch.no_grad():
+        if not isinstance(node, BackwardCFunction):
+            found = node(gradient)
+            return list(found) if isinstance(found, tuple) else [found]
+        try:
+            found = node.apply(gradient)
+        except Exception as error:  # the user's code was not written for being called like this
+            raise RuntimeError(f"{node.name()} failed") from error
+        found = found if isinstance(found, tuple) else (found,)
+        # the user's function also returns something for arguments that are no tensors
+        needed = (
+            x for x, is_needed in zip(found, node.needs_input_grad, strict=False) if is_needed
+        )
+        return [None if source is None else next(needed, None) for source, _ in node.next_functions]

@@ -49,6 +49,9 @@ STATES = {
     p.EKFAC: (FIRST,),
     p.GRADIENTS: (NEW, STEP),
     p.NORMS: (STEP,),
+    p.SCORES: (STEP,),
+    p.MANY_SCORES: (STEP,),
+    p.LOW_RANK_SCORES: (STEP,),
     p.DIAGONAL: (STEP,),
     p.EIGENPAIRS: (FIRST,),
     p.TRACE: (FIRST,),
@@ -74,6 +77,10 @@ GROWTH = {
     "tokens": (
         [f"gpt2(tokens={n})" for n in (16, 64, 256)],
         {p.HESSIAN: (STEP, KEPT), p.KFAC: (STEP,), p.NORMS: (STEP,)},
+    ),
+    "samples": (  # the largest batch is cut into parts
+        [f"gpt2(samples={n})" for n in (32, 128, 512)],
+        {p.SCORES: (STEP,), p.MANY_SCORES: (STEP,), p.LOW_RANK_SCORES: (STEP,)},
     ),
 }
 #: The largest relative difference that is rounding, where it is not 1e-8.

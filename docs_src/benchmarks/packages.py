@@ -25,6 +25,9 @@ KFAC_PRODUCT, EKFAC = "KFAC product", "EKFAC and product"
 PLAIN, HEURISTIC, EXACT = (f"KFAC inverse {how}" for how in ("plain", "heuristic", "exact"))
 DAMPING = 1e-2
 GRADIENTS, NORMS, DIAGONAL = "gradients of samples", "norms of gradients", "GGN diagonal"
+#: Inner products of gradients of samples with vectors, which may have matrices of rank 2.
+SCORES, MANY_SCORES = "scores, 32 columns", "scores, 64 columns"
+LOW_RANK_SCORES = "scores, 64 columns of rank 2"
 EIGENPAIRS, TRACE = "GGN, 10 eigenpairs", "GGN, Hutch++ trace"
 PAIRS, TOLERANCE, PRODUCTS = 10, 1e-3, 30
 
@@ -98,6 +101,11 @@ def ours(check_deterministic: bool = False) -> Quantities:
     def method(kind: str, name: str, **options: Any) -> Quantity:
         return Quantity(operator(kind, **options), lambda A: getattr(A, name)())
 
+    def low_rank_scores(p: Problem) -> Callable[[], Tensor]:
+        A = operator(samples)(p)
+        P = vectors(A.shape[1], 64, dtype=A.torch_dtype, device=A.device)
+        return partial(A.scores, A.low_rank(P, 2))
+
     def factors(kind: str = "KFAC", **options: Any) -> Quantity:
         def ask(K: Any) -> list:
             K.compute_kronecker_factors()
@@ -147,6 +155,9 @@ def ours(check_deterministic: bool = False) -> Quantities:
         EKFAC: Quantity(operator("EKFAC"), multiply, comparable=False),
         GRADIENTS: method(samples, "gradients"),
         NORMS: method(samples, "norms"),
+        SCORES: Quantity(operator(samples), lambda A: multiply(A, 32)),
+        MANY_SCORES: Quantity(operator(samples), lambda A: multiply(A, 64)),
+        LOW_RANK_SCORES: Quantity(low_rank_scores, lambda scores: scores()),
         DIAGONAL: method(diagonal, "diagonal"),
         EIGENPAIRS: of_ggn(eigenvalues),
         TRACE: of_ggn(trace, comparable=False),
@@ -295,6 +306,11 @@ def by_hand() -> Quantities:
     def norms(rows: Callable[[], dict[str, Tensor]]) -> Tensor:
         return sum(row.flatten(1).square().sum(1) for row in rows().values()).sqrt()
 
+    def scores(rows: Callable[[], dict[str, Tensor]], columns: int) -> Tensor:
+        flattened = torch.cat([row.flatten(1) for row in rows().values()], 1)
+        dim, device = flattened.shape[1], flattened.device
+        return flattened @ vectors(dim, columns, dtype=torch.float32, device=device)
+
     return {
         HESSIAN: product(Hessian),
         GGN: product(GaussNewton),
@@ -304,6 +320,8 @@ def by_hand() -> Quantities:
         KFAC: Quantity(Factors, lambda K: K(), comparable=False),
         GRADIENTS: Quantity(samples, lambda rows: list(rows().values())),
         NORMS: Quantity(samples, norms),
+        SCORES: Quantity(samples, lambda rows: scores(rows, 32)),
+        MANY_SCORES: Quantity(samples, lambda rows: scores(rows, 64)),
     }
 
 

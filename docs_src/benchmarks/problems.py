@@ -140,9 +140,9 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden)).transpose(1, 2)
 
 
-def gpt2(tokens: int = 32, width: int = 64) -> Problem:
+def gpt2(tokens: int = 32, width: int = 64, samples: int = 8) -> Problem:
     """A transformer like GPT-2: 4 blocks of width 64, vocabulary 65, 32 tokens, batch 8."""
-    model, X = GPT(width, tokens, vocabulary=65, depth=4), torch.randint(65, (8, tokens))
+    model, X = GPT(width, tokens, vocabulary=65, depth=4), torch.randint(65, (samples, tokens))
     params, data = list(model.parameters()), [(X, X.roll(-1, 1))]
     return Problem(model, nn.CrossEntropyLoss(), params, data, exact=False)
 

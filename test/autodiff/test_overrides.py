@@ -11,7 +11,8 @@ from curvlinops import HessianLinearOperator
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.overrides import TWICE
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
-from curvlinops.layers.decompositions import RECURRENT
+from curvlinops.autodiff.overrides.recurrent import RECURRENT
+from curvlinops.autodiff.overrides.writes import Protected
 
 pytestmark = pytest.mark.extensive
 
@@ -41,6 +42,22 @@ CALLS = {
         F.embedding_bag,
         (BAGS.flatten(), tensor(7, 2), torch.tensor([0, 2, 2, 6])),
         {"mode": "sum", "include_last_offset": True, "per_sample_weights": tensor(6)},
+    ),
+    "embedding-bag-max": (F.embedding_bag, (BAGS, tensor(7, 2)), {"mode": "max"}),
+    "embedding-bag-max-padding": (
+        F.embedding_bag,
+        (torch.tensor([[0, 1, 6], [1, 1, 1]]), tensor(7, 2)),
+        {"mode": "max", "padding_idx": 1},
+    ),
+    "embedding-bag-max-offsets": (
+        F.embedding_bag,
+        (BAGS.flatten(), tensor(7, 2), torch.tensor([0, 2, 2, 6])),
+        {"mode": "max", "padding_idx": -1, "include_last_offset": True},
+    ),
+    "embedding-bag-max-empty": (
+        F.embedding_bag,
+        (torch.zeros(0).long(), tensor(7, 2), torch.tensor([0, 0])),
+        {"mode": "max"},
     ),
     "cdist": (torch.cdist, (tensor(*X), tensor(2, 5)), {}),
     "cdist-cubic": (torch.cdist, (tensor(2, 5), tensor(4, 5).detach()), {"p": 3.0}),
@@ -72,7 +89,7 @@ def test_half_precision_is_left_alone(dtype: torch.dtype):
 
 def test_in_place():
     x = torch.randn(2, 4)
-    with overrides.active("twice"):
+    with overrides.active("twice", Protected([])):
         expected = F.hardsigmoid(x)
         assert F.hardsigmoid(x, inplace=True) is x
         assert torch.equal(x, expected)
@@ -137,7 +154,7 @@ def test_dropout_between_recurrent_layers(
     torch.manual_seed(1)
     expected = layer(X)
     torch.manual_seed(1)
-    with overrides.Overrides(RECURRENT):
+    with overrides.Overrides(RECURRENT, Protected([])):
         found = layer(X)
     torch.testing.assert_close(found, expected)
 

@@ -412,3 +412,201 @@ def test_generators_are_restored_after_models_and_loaders_that_draw(case: str):
     for _ in range(3):
         operator @ torch.ones(12)
         assert surroundings() == around
+
+
+# --- parameters that the model writes to
+
+
+class Scaled(nn.Module):
+    """Has a weight that it overwrites, and a frozen one; how and which are arguments."""
+
+    def __init__(self, write: Callable[[Tensor], Any], name: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
+        self.frozen = nn.Parameter(torch.linspace(1, 2, 9).reshape(3, 3), requires_grad=False)
+        self.write, self.name = write, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(getattr(self, self.name))
+        return x @ self.weight @ self.frozen
+
+
+@torch.no_grad()
+def without_gradients(w: Tensor) -> None:
+    w.copy_(nn.functional.normalize(w, dim=1))
+
+
+@torch.no_grad()
+def at_indices(w: Tensor) -> None:
+    w[0] = 0.0
+
+
+@torch.no_grad()
+def by_operator(w: Tensor) -> None:
+    w *= 0.5
+
+
+@torch.no_grad()
+def of_many(w: Tensor) -> None:
+    torch._foreach_mul_([w], 0.5)
+
+
+@torch.no_grad()
+def by_optimizer(w: Tensor) -> None:
+    w.grad = torch.ones_like(w)
+    torch.optim.SGD([w], lr=0.1).step()
+
+
+@torch.no_grad()
+def view_with_history(w: Tensor) -> None:
+    with torch.enable_grad():
+        row = w[0]
+    row.zero_()
+
+
+#: How models of others write: clipping, maximal norms, momentum encoders, codebooks, decay.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "no_grad": without_gradients,
+    "data": lambda w: w.data.clamp_(-0.1, 0.1),
+    "detach": lambda w: w.detach().mul_(0.99),
+    "view": lambda w: w.data.T[1].zero_(),
+    "view with a history": view_with_history,
+    "flat view": lambda w: w.detach().view(-1)[2:].div_(2),
+    "indices": at_indices,
+    "mask": lambda w: w.data.masked_fill_(w.data > 0, 0.0),
+    "operator": by_operator,
+    "out": lambda w: torch.renorm(w.detach(), 2, 0, 0.1, out=w.data),
+    "inplace": lambda w: nn.functional.relu(w.data, inplace=True),
+    "initialization": lambda w: nn.init.zeros_(w),
+    "overload": lambda w: torch.ops.aten.mul_.Scalar(w.data, 0.5),
+    "foreach": of_many,
+    "optimizer": by_optimizer,
+    "the same values": lambda w: w.data.copy_(w.data.clone()),
+}
+
+
+def as_function(net: Scaled, X: Tensor) -> Tensor:
+    net.write(getattr(net, net.name))
+    return X @ net.weight @ net.frozen
+
+
+#: Models that compute the same, and their parameters.
+KINDS_OF_MODELS: dict[str, Callable[[Scaled], tuple[Callable, Any]]] = {
+    "module": lambda net: (net, [net.weight]),
+    "module, other values": lambda net: (net, {"weight": net.weight.detach().clone()}),
+    "closure": lambda net: (lambda X: as_function(net, X), [net.weight]),
+    "function": lambda net: (
+        lambda params, X: torch.func.functional_call(net, params, (X,)),
+        {"weight": net.weight},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["weight", "frozen"])
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize("write", WRITES)
+def test_models_that_write_to_parameters(write: str, kind: str, name: str):
+    """It is refused before anything is written, by the constructor or by the first product."""
+    net = Scaled(WRITES[write], name)
+    function, params = KINDS_OF_MODELS[kind](net)
+    before = state(net)
+    tensors = [*params.values()] if isinstance(params, dict) else params
+    given = [x.tolist() for x in tensors]
+    p = problem(function, params=params)
+    for check in (True, False):
+        with pytest.raises(ValueError, match=f"writes to parameter '(0|{name})'.*training loop"):
+            operator = ALL["hessian"].build(p, check_deterministic=check)
+            operator @ torch.ones(9)
+    assert [x.tolist() for x in tensors] == given
+    net.weight.grad = net.frozen.grad = None  # which a step of an optimizer needs
+    assert state(net) == before
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_writes_after_a_change_of_mode(case: str):
+    """A model that rescales its weights once in eval mode, as RWKV does, after training."""
+
+    def rescale(w: Tensor) -> None:
+        if not net.training and not net.is_rescaled:
+            w.data.mul_(0.5)
+            net.is_rescaled = True
+
+    net = Scaled(rescale, "frozen")
+    net.is_rescaled = False
+    net.eval()
+    net(torch.ones(1, 3))
+    operator = ALL[case].build(problem(net, params=[net.weight]))
+    net.frozen.data.mul_(2)  # as its training steps do
+    net.is_rescaled = False
+    before = state(net)
+    with pytest.raises(ValueError, match="writes to parameter 'frozen'"):
+        if case == "kfac":
+            operator.update(batches()[0])
+        else:
+            operator @ torch.ones(operator.shape[1])
+    assert state(net) == before
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+def test_parameters_that_get_other_memory(kind: str):
+    """Assigning to ``data`` replaces what stands for a parameter; a closure has the user's own."""
+
+    def renormalize(w: Tensor) -> None:
+        w.data = torch.renorm(w.data, 2, 0, 0.5)
+
+    net = Scaled(renormalize, "weight")
+    function, params = KINDS_OF_MODELS[kind](net)
+    before, p = state(net), problem(function, params=params)
+    if kind == "closure":
+        with pytest.raises(ValueError, match=r"writes to parameter '0' \(by .data = ...\)"):
+            ALL["hessian"].build(p)
+    else:
+        other = Scaled(lambda w: None, "weight")
+        other.weight.data = torch.renorm(net.weight.data, 2, 0, 0.5)
+        expected = ALL["hessian"].build(problem(other, params=[other.weight]))
+        torch.testing.assert_close(matrix(ALL["hessian"].build(p)), matrix(expected))
+    assert state(net) == before
+
+
+class Centers(nn.Module):
+    """A loss with parameters of its own, which it moves."""
+
+    reduction = "mean"
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.centers.mul_(0.9)
+        return (output - self.centers[target]).square().sum(1).mean()
+
+
+def test_losses_that_write_to_their_parameters():
+    loss, net = Centers(), nn.Linear(3, 3)
+    before = state(loss)
+    with pytest.raises(ValueError, match="or its loss, writes to parameter 'centers'"):
+        ALL["hessian"].build(problem(net, loss=loss))
+    assert state(loss) == before
+
+
+def test_writes_to_other_tensors():
+    """To copies, buffers, activations, and what the pass has computed of parameters."""
+
+    def forward(s: Using, x: Tensor) -> Tensor:
+        copy_of_weight, scale = s.first.weight.detach().clone(), s.first.bias * 1
+        copy_of_weight.mul_(2)
+        with torch.no_grad():
+            s.norm.running_mean.mul_(0.5)
+            s.first.bias.detach().clone().zero_()
+        scale += s.first.bias
+        h = s.norm(s.first(x)).sigmoid()
+        h = h.clone()
+        h[:, 0] = 1.0
+        return h.mul_(scale) @ copy_of_weight
+
+    torch.manual_seed(0)
+    net = Using(forward, first=nn.Linear(3, 3), norm=nn.BatchNorm1d(3).eval())
+    before = state(net)
+    ALL["hessian"].build(problem(net)) @ torch.ones(18)
+    assert state(net) == before

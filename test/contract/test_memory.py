@@ -7,9 +7,11 @@ from typing import ClassVar
 import pytest
 import torch
 from contract import ALL, vectors
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from live_bytes import LiveBytes
+from models import Using
 from problems import Problem
-from small import CE, MSE
+from small import CE, MSE, batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -81,19 +83,39 @@ def test_no_memory_for_rows(make, quantity: str):
     assert peak <= most * 4 * rows.shape[0] * rows.shape[1]
 
 
+@pytest.mark.parametrize("cls", [curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator])
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
-def test_products_with_factors_copy_none_of_them(fisher: str):
+def test_products_with_factors_copy_none_of_them(fisher: str, cls: type):
     model = nn.Sequential(nn.Linear(400, 10), nn.Tanh(), nn.Linear(10, 400))
     data = [(torch.randn(8, 400), torch.randint(400, (8,))) for _ in range(2)]
-    operator = curvlinops.KFACLinearOperator(
-        model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher
-    )
+    operator = cls(model, nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type=fisher)
     operator.compute_kronecker_factors()
     factors = sum(x.nbytes for x in operator.state_dict().values() if isinstance(x, Tensor))
     v, live = vectors(operator), LiveBytes()
     first, _ = live.peaks(lambda: operator @ v)
     assert first <= 5 * v.nbytes < factors / 2
     assert live.now <= 1000
+
+
+@pytest.mark.parametrize("cls", [curvlinops.KFACLinearOperator, curvlinops.EKFACLinearOperator])
+def test_equal_layers_are_in_memory_once(cls: type):
+    """Their factors become parts of stacks, a few at a time. Layers with one input share it."""
+    layers = [nn.ModuleList([nn.Linear(200, 50), nn.Linear(200, 200)]) for _ in range(60)]
+
+    def shared_inputs(m: nn.Module, x: Tensor) -> Tensor:
+        for gate, layer in m.layers:
+            x = torch.tanh(layer(x)) * torch.tanh(gate(x)).repeat(1, 4)
+        return x
+
+    model = Using(shared_inputs, layers=nn.ModuleList(layers))
+    data = [(torch.randn(8, 200), torch.randn(8, 200))]
+    operator = cls(model, nn.MSELoss(), list(model.parameters()), data, fisher_type="empirical")
+    live = LiveBytes()
+    live.peaks(operator.compute_kronecker_factors)
+    before = live.now
+    added, _ = live.peaks(lambda: operator.structure)
+    assert added <= 4.2 * 2**20 < before / 3  # a stack
+    assert live.now <= before + 1000
 
 
 class Watched(nn.Sequential):
@@ -124,6 +146,16 @@ def test_activations_do_not_wait_for_the_garbage_collector(case: str):
         assert all(ref() is None for ref in Watched.seen)
     finally:
         gc.enable()
+
+
+def test_batches_are_freed():
+    torch.manual_seed(0)
+    model, data = saving_outputs().double(), batches(4, 2)
+
+    def build(case: str, data: WatchedBatches) -> TorchLinearOperator:
+        return ALL[case].build(Problem(model, CE, dict(model.named_parameters()), data, mc=True))
+
+    check_batches_are_freed(build, data)
 
 
 # --- errors for want of memory
@@ -204,3 +236,86 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
         torch.testing.assert_close(H @ V, expected)
         assert not memory.failures
     assert "No memory for so many columns" in caplog.text
+
+
+# --- what `linearized()` keeps
+
+
+class Sine(torch.autograd.Function):
+    """Saves a tensor, and keeps another one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = [x.exp()]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+
+class Shifted(nn.Module):
+    """Has a large buffer, of which contexts of the user's code have copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("shift", torch.rand(600, 60))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sine.apply(x + self.shift.mean(0))
+
+
+def mlp() -> nn.Module:
+    layers = nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU(), nn.Linear(60, 20)
+    return nn.Sequential(*layers)
+
+
+def frozen() -> nn.Module:
+    """Weights that take no gradients are saved for those of others, and are the user's own."""
+    model = nn.Sequential(mlp(), nn.Linear(20, 2000), nn.Tanh(), nn.Linear(2000, 20))
+    return model.requires_grad_(False)
+
+
+def powers(z: Tensor, y: Tensor) -> Tensor:
+    return CE(z, y) + z.pow(4).mean()
+
+
+#: A model, the parameters that are differentiated, and a loss that keeps something else.
+KEPT = {
+    "mlp": (mlp, slice(None), CE),
+    "loss of the user": (mlp, slice(None), powers),
+    "user's code": (lambda: nn.Sequential(nn.Linear(50, 60), Shifted(), mlp()[4]), slice(None), CE),
+    "normalization": (lambda: mlp().insert(1, nn.BatchNorm1d(60)).eval(), slice(None), CE),
+    "frozen layers": (frozen, slice(2), CE),
+}
+
+
+@pytest.mark.parametrize(
+    "case", ["hessian", "ggn", "mc", "fisher-samples", "ggn-diagonal", "gradients"]
+)
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept_counts_with_all_its_memory(kind: str, case: str, caplog):
+    make, some, loss = KEPT[kind]
+    if loss is powers and (ALL[case].needs_root or not ALL[case].takes_loss):
+        return
+    model, data = make(), [(torch.randn(300, 50), torch.randint(20, (300,))) for _ in range(2)]
+    p = Problem(model, loss, list(model.parameters())[some], data, mc=True, reduction="mean")
+    A = ALL[case].build(p)
+    caplog.set_level("INFO", "curvlinops")
+    for operator in [A] if ALL[case].square else [A, A.T]:
+        v, live = vectors(operator), LiveBytes()
+        operator @ v
+        caplog.clear()
+        with operator.linearized():
+            with live:
+                operator @ v
+            gc.collect()
+            inside = live.now
+        gc.collect()
+        messages = [record.args for record in caplog.records if "a batch takes" in record.msg]
+        assert [fate for _, _, fate, _ in messages] == ["kept", "kept"]
+        # data that the user has in memory may count, or not
+        own = sum(x.nbytes for batch in data for x in batch)
+        said, kept = 2**20 * sum(size for _, size, _, _ in messages), inside - live.now
+        assert 0.99 * kept <= said <= 1.01 * (kept + own)

@@ -17,13 +17,16 @@ import scipy.sparse.linalg
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from models import Experts, Rewired, Using
 from problems import Problem
 from processes import (
     Failing,
+    Waiting,
     assert_alike_everywhere,
     assert_same_everywhere,
     check_callbacks,
+    check_interrupts,
     classifier,
     everywhere,
     fails,
@@ -40,6 +43,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
@@ -220,6 +224,17 @@ def callbacks() -> None:
         curvlinops.hutchinson_trace(alone, 8, callback=lambda state: None)
 
 
+@check()
+def batches_are_freed() -> None:
+    p = classifier((4, 2, 3, 1), saving_outputs)
+
+    def build(case: str, data: WatchedBatches) -> Any:
+        options = {"process_group": group()} if ALL[case].square else {}
+        return ALL[case].build(replace(p, data=data), **options)
+
+    check_batches_are_freed(build, part(p.data))
+
+
 # --- errors ---------------------------------------------------------------------------------------
 
 
@@ -247,6 +262,83 @@ def errors_of_the_model() -> None:
                 together.compute_kronecker_factors()
             with fails(ValueError, "update.. takes a batch", on=1):
                 together.update(None if rank() else p.data[0])
+
+
+def uses_of(A: Any, v: Any) -> dict[str, Callable[[], Any]]:
+    """Calls with several communications each."""
+
+    def context() -> None:
+        with A.linearized():
+            for _ in range(2):
+                A @ v
+
+    return {
+        "product": lambda: A @ v,
+        "product of products": lambda: (A @ A + A) @ v,
+        "context": context,
+        "gradient": lambda: A.gradient_and_loss(),
+        "CG": lambda: curvlinops.CGInverseLinearOperator(A, damping=1.0) @ v,
+        "eigsh": lambda: curvlinops.eigsh(A, 2, seed=0),
+        "trace": lambda: curvlinops.hutchinson_trace(A, 2, seed=0),
+    }
+
+
+@check()
+def interrupts() -> None:
+    """Ctrl-C and the like, raised by the model, or sent to processes that compute or wait."""
+    for kind in (KeyboardInterrupt, SystemExit):
+        p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 3)))
+        G, _ = both("ggn", p)
+        p.model[1].error = kind
+        for use in uses_of(G, vector(G)).values():
+            p.model[1].fails = True
+            with fails(kind, "here", on=1):
+                use()
+            p.model[1].fails = False
+            use()
+    p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Waiting(), nn.Linear(4, 3)))
+    (G, _), (K, _) = both("ggn", p), both("kfac", p, factor_placement="partition")
+    factors = {"factors": K.compute_kronecker_factors}
+    check_interrupts(p.model[1], uses_of(G, vector(G)) | factors)
+
+
+@check()
+def errors_of_solvers() -> None:
+    """Errors between two products, and at the beginning."""
+
+    class Broken(curvlinops.IdentityLinearOperator):
+        fails = False
+
+        def _apply(self, columns: Any) -> Any:
+            if self.fails and rank() == 1:
+                raise KeyError("here")
+            return super()._apply(columns)
+
+    G, _ = both("ggn", classifier())
+    M, v = Broken(G.space), vector(G)
+    for solver in (curvlinops.CGInverseLinearOperator, curvlinops.MINRESInverseLinearOperator):
+        solver = solver(G, damping=0.1, preconditioner=M)
+        M.fails = False
+        expected = solver @ v
+        M.fails = True
+        with fails(KeyError, "here", on=1):
+            solver @ v
+        M.fails = False
+        assert torch.equal(solver @ v, expected)
+    with fails(ValueError, "num_matvecs", on=1):
+        curvlinops.hutchinson_trace(G, 4 - 4 * rank())
+    # the model is read anew at the beginning
+    params = {"W": torch.ones(3, 3).double()}
+    p = replace(classifier(), model=lambda params, X: X @ params["W"], params=params)
+    G, _ = both("ggn", p)
+    W = params["W"]
+    for use in uses_of(G, vector(G)).values():
+        if rank() == 1:
+            params["W"] = torch.ones(2, 3).double()
+        with fails(ValueError, "'W' is now of shape", on=1):
+            use()
+        params["W"] = W
+        use()
 
 
 @check()
@@ -464,6 +556,8 @@ def spread_parameters() -> None:
         )
     with fails(TypeError, "module '0' is FullyShardedDataParallel: .*only a part"):
         ALL["hessian"].build(replace(p, model=spread, params=list(spread.parameters())))
+    with fails(TypeError, "The model is FullyShardedDataParallel: .*only a part"):
+        problem(spread[0], [{}])
 
 
 @check()
@@ -585,6 +679,10 @@ def saving() -> None:
         path = Path(f"{case}.{rank()}")
         together.save(path)
         alone.load(path)  # by a process alone
+        torch.testing.assert_close(matrix(alone), matrix(together))
+        for _ in range(20):  # by all processes to one path
+            together.save(case)
+        alone.load(case)
         torch.testing.assert_close(matrix(alone), matrix(together))
         again, _ = both(case, p)
         again.load(path)

@@ -1,6 +1,7 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
 
 import copy
+import gc
 import itertools
 import os
 import time
@@ -10,12 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import problems
 import torch
 import torch.distributed as dist
 from contract import ALL, CASES, error, matrix
+from live_batches import WatchedBatches, check_batches_are_freed, saving_outputs
 from models import InnerSteps
 from problems import Problem
 from processes import (
@@ -23,8 +26,10 @@ from processes import (
     Failing,
     FailingData,
     FailingLoss,
+    Waiting,
     assert_same_everywhere,
     check_callbacks,
+    check_interrupts,
     classifier,
     fails,
     group,
@@ -291,8 +296,26 @@ def compare_rows(p: Problem, own: Problem, **options: Any) -> None:
                     assert error(mine @ spread(own, v), alone @ v) <= 1e-10
         # parts of vectors have the rows of all processes
         whose = everywhere if has_parts(own) else alone
-        product = joined(own, mine.T @ [torch.ones(mine.codomain.shapes[""]).double()])
-        assert error(product, whose.T @ torch.ones(whose.shape[0]).double()) <= 1e-10
+        products = {
+            "transposed": (
+                mine.T @ [torch.ones(mine.codomain.shapes[""]).double()],
+                whose.T @ torch.ones(whose.shape[0]).double(),
+            ),
+            "second moment": (
+                (mine.T @ mine) @ spread(own, V[:, 0]),
+                whose.T @ (whose @ V[:, 0]),
+            ),
+        }
+        if case == "gradients":
+            (gradient, loss), (its_gradient, its_loss) = (
+                A.gradient_and_loss() for A in (mine, whose)
+            )
+            assert error(loss, its_loss) <= 1e-10
+            products["gradient"] = gradient, ParameterSpace.of(p.params).join(its_gradient)
+        for name, (found, expected) in products.items():
+            assert error(joined(own, found), expected) <= 1e-10, (case, name)
+            if has_parts(own):  # bit by bit, as copies of parts must be
+                assert_same_everywhere(joined(own, found))
     for name in ("dense", "norms", "gram", "second_moment", "variance"):
         assert error(getattr(mine, name)(), getattr(alone, name)()) <= 1e-10, name
     assert not mine.fallbacks
@@ -495,6 +518,43 @@ for _kind, _is_adapted in itertools.product(("GPT2", "Llama"), (True, False)):
     check(name=f"language-models-{_kind}{_suffix}")(language_models(_kind, _is_adapted))
 
 
+def compile_blocks(model: nn.Module) -> None:
+    for block in blocks(model):
+        block.compile(backend="eager")
+
+
+def wrap_blocks(model: nn.Module) -> None:
+    for number, block in enumerate(blocks(model)):
+        blocks(model)[number] = torch.compile(block, backend="eager")
+
+
+def compile_all(model: nn.Module) -> None:
+    model.compile(backend="eager")
+
+
+@check()
+def compiled_blocks() -> None:
+    if transformers is None:
+        return
+    model = language_model("GPT2")
+    texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+    alone = ALL["ggn"].build(Problem(*problem(model, texts), mc=True))
+    expected = alone @ vector(alone)
+    for compiles, is_first in itertools.product(
+        (compile_blocks, wrap_blocks, compile_all), (True, False)
+    ):
+        copied = copy.deepcopy(model)
+        if is_first:
+            compiles(copied)
+        for layer in (*blocks(copied), copied):
+            fully_shard(layer)
+        if not is_first:
+            compiles(copied)
+        own = Problem(*problem(copied, part(texts)), mc=True)
+        together = ALL["ggn"].build(own, process_group=group())
+        assert error(joined(own, together @ spread(own, vector(alone))), expected) <= 1e-10
+
+
 @check()
 def samples_one_by_one() -> None:
     """Calls without a rule, which only whole parameters may have."""
@@ -504,6 +564,20 @@ def samples_one_by_one() -> None:
     assert error(mine.dense(), alone.dense()) <= 1e-10
     assert list(mine.fallbacks) == ["act.up"]
     compare(p, own, ("fisher", "ggn-diagonal"))
+
+
+@check(1, 2)
+def queries_are_gathered_once_for_each_batch() -> None:
+    p = small()
+    own = sharded(p)
+    rows, V = ALL["gradients"].build(own), vector(ALL["gradients"].build(p), 3)
+    for queries in (V, V[:, 0]):
+        mine = spread(own, queries)
+        with mock.patch.object(
+            Shards, "vectors", autospec=True, side_effect=Shards.vectors
+        ) as gather:
+            rows.scores(mine)
+        assert gather.call_count == len(own.params) * len(own.data)
 
 
 @check(1, 2)
@@ -553,7 +627,14 @@ def replicas_of_shards() -> None:
     p = small()
     own = sharded(p, mesh=mesh)
     compare(p, own, ("hessian",))
+    compare_rows(p, own)
+    compare_rows(p, own, terms="term")
     compare_factors(p, own, fisher_type="empirical")
+    failing = sharded(small(lambda: Net(Failing())), mesh=mesh)
+    rows = ALL["gradients"].build(failing)
+    failing.model.act.fails = True
+    with fails(KeyError, "here", on=1):  # also in the processes with the other copy
+        rows.norms()
     H = ALL["hessian"].build(own, process_group=group())
     v = spread(own, torch.ones(H.shape[1]).double())
     try:
@@ -564,6 +645,16 @@ def replicas_of_shards() -> None:
         raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
         ALL["hessian"].build(sharded(p, mesh=mesh["shard"]), process_group=group())
+
+
+@check(4)
+def replicas_in_a_part_of_all_processes() -> None:
+    """Each half of the processes has a mesh of its own, for the same model and data."""
+    names = ("half", "replicate", "shard")
+    for shape in ((2, 2, 1), (2, 1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)["replicate", "shard"]
+        p = small()
+        compare_rows(p, sharded(p, p.data[rank() % 2 :: 2], mesh=mesh))
 
 
 @check(1, 2)
@@ -722,6 +813,22 @@ def errors() -> None:
             data = [(X * torch.nan, y)]
         with fails(ValueError, "loss on batch 0 is nan|output on batch 0 has NaN", on=1):
             ALL["gradients"].build(replace(own, data=data), check_deterministic=False).dense()
+
+
+@check()
+def interrupts() -> None:
+    own = sharded(small(lambda: Net(Waiting())))
+    G, R = ALL["ggn"].build(own, process_group=group()), ALL["gradients"].build(own)
+    v = spread(own, torch.ones(G.shape[1]).double())
+    u = [torch.ones(R.codomain.shapes[""]).double()]
+    uses = {
+        "product": lambda: G @ v,
+        "transposed product": lambda: R.T @ u,
+        "CG": lambda: curvlinops.CGInverseLinearOperator(G, damping=1.0, maxiter=2) @ v,
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "CGInverse", UserWarning)  # does not converge so soon
+        check_interrupts(own.model.act, uses)
 
 
 @check()
@@ -919,6 +1026,18 @@ def kept_graphs_have_no_gathered_parameters() -> None:
             assert data.passes == 0
 
 
+@check(1, 2)
+def batches_are_freed() -> None:
+    p = small(saving_outputs)
+    own = sharded(p)
+
+    def build(case: str, data: WatchedBatches) -> Any:
+        options = {"process_group": group()} if ALL[case].square else {}
+        return ALL[case].build(replace(own, data=data), **options)
+
+    check_batches_are_freed(build, own.data, without="LSMR")
+
+
 # --- what stays -----------------------------------------------------------------------------------
 
 
@@ -1005,6 +1124,53 @@ def parameters_that_are_whole_for_a_while() -> None:
                 model(X)
 
 
+@check(1, 2)
+def what_linearized_keeps_has_a_size() -> None:
+    """Rows are computed layer by layer of the data, which counts."""
+    p = small(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (50, 50, 50))
+    own, kept = sharded(p), 50 * (3 + 1) * 8
+    for num in (0, 2):
+        alive: list = []
+
+        class Data:
+            def __iter__(self, alive: list = alive) -> Iterator:
+                for X, y in own.data:
+                    X = X.clone()
+                    alive.append(weakref.ref(X))
+                    yield X, y
+
+        data = replace(own, data=Data())
+        A = ALL["gradients"].build(data, cache=int((num + 0.5) * kept), check_deterministic=False)
+        v = spread(own, torch.ones(A.shape[1]).double())
+        alive.clear()
+        with A.linearized():
+            A @ v
+            gc.collect()
+            assert sum(x() is not None for x in alive) == min(num, len(alive))
+
+
+@check(1, 2)
+def fused_steps_inside_of_linearized() -> None:
+    """PyTorch does not tell of them; the end of the context does, in all processes."""
+    p = small(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (4, 2, 3))
+    own = sharded(p)
+    for case, options in (("ggn", {"process_group": group()}), ("gradients", {})):
+        A = ALL[case].build(own, **options)
+        v = spread(own, torch.ones(A.shape[1]).double())
+        raised = False
+        try:
+            with A.linearized():
+                A @ v
+                for parameter in own.params.values():
+                    parameter.grad = torch.ones_like(parameter)
+                torch.optim.Adam(list(own.params.values()), lr=0.1, fused=True).step()
+                A @ v
+        except RuntimeError as error:
+            raised = "was overwritten inside of linearized" in str(error)
+            assert raised, error
+        assert raised, case
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -1058,6 +1224,53 @@ def models_that_are_refused() -> None:
     fully_shard(later.model, ignored_params=set(later.params.values()))
     with fails(ValueError, "sharded since the operator was built"):
         A @ vector(A)
+
+
+class Decaying(Net):
+    """Writes to its weights, each of which is gathered only for a while."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.second.layer.weight.data.mul_(0.5)
+        with torch.no_grad():
+            self.head.weight[0].zero_()
+        return super().forward(x)
+
+
+@check(1, 2)
+def writes_to_parameters() -> None:
+    for _, own in kinds(Decaying):
+        before = [getattr(x, "_local_tensor", x).tolist() for x in own.model.parameters()]
+        for build in (ALL["hessian"].build, ALL["kfac"].build):
+            with fails(ValueError, "writes to parameter 'second.layer.weight'"):
+                build(own, process_group=group())
+        after = [getattr(x, "_local_tensor", x).tolist() for x in own.model.parameters()]
+        assert after == before
+
+
+class Overwriting(Net):
+    """Writes to the output of a layer that needs it, or of one that does not."""
+
+    needs_output = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x.tanh_() if self.needs_output else x.sin()
+        return self.head(self.second(x.mul_(2)).relu_())
+
+
+@check(1, 2)
+def writes_to_what_is_saved() -> None:
+    p = small(Overwriting)
+    own = sharded(p)
+    for case in ("hessian", "ggn", "fisher", "gradients", "kfac"):
+        options = {"process_group": group()} if ALL[case].square else {}
+        for q, theirs in ((own, options), (p, {})):
+            with fails(RuntimeError, "modified by an inplace operation"):
+                A = ALL[case].build(q, check_deterministic=False, **theirs)
+                A @ (spread(q, torch.ones(A.shape[1]).double()))
+    p.model.needs_output = own.model.needs_output = False
+    compare(p, own)
+    compare_rows(p, own)
 
 
 @check()

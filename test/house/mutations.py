@@ -26,7 +26,8 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: room/file, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        messages/arguments support/norms risk/data risk/changes risk/linearized
+        messages/arguments support/norms support/digest support/signals risk/data risk/changes
+        risk/linearized
         structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
         algorithms/callbacks::test_bars_know_their_total contract/modes kfac/module_factors
         distributed/parallel::test_together[sharded_checks-1]""",
@@ -42,19 +43,22 @@ TESTS = {
         risk/custom_functions autodiff/precision autodiff/used_modules autodiff/forward_mode
         contract/left_as_found contract/modes
         distributed/parallel::test_together[sharded_checks-1]""",
-    "autodiff/overrides": "autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives",
+    "autodiff/overrides": """
+        autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives
+        contract/left_as_found""",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
         risk/custom_functions autodiff/zero_derivatives messages/errors
         messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
-        risk/linearized risk/sample_coupling contract/modes""",
+        risk/linearized risk/sample_coupling risk/fast_path contract/modes""",
     "losses": """
         losses/losses risk/custom_functions messages/errors
         contract/models contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
-        operators/per_sample::test_rows layers/batch_axis layers/recording""",
+        operators/per_sample::test_rows layers/batch_axis layers/reading layers/moved_rows
+        layers/sample_axis""",
     "structured": """
         structured/structured support/norms kfac/kfac_inverse structured/saving layers/views
         linear_operator/algebra
@@ -70,7 +74,7 @@ TESTS = {
         operators/per_sample operators/scores contract/memory operators/loss_along""",
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
-        kfac/kfac kfac/kfac_architectures""",
+        kfac/kfac kfac/kfac_architectures kfac/kfac_padding""",
     "integrations": "integrations/huggingface",
 }
 

@@ -83,7 +83,8 @@ def test_calls_in_tables_run(page: str, tmp_path: Path, monkeypatch):
         eval(call, namespace)
 
 
-def test_docstrings_run():
+def test_docstrings_run(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = [m.name for m in pkgutil.walk_packages(curvlinops.__path__, "curvlinops.")]
     results = [doctest.testmod(importlib.import_module(name)) for name in names]
     assert sum(result.attempted for result in results) > 0

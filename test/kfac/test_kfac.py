@@ -35,7 +35,7 @@ LAYERS = [
     "bfloat16-float32-norms", "float32-float64-norms",
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
-NEED_FALLBACK = ("weight-norm", "pinn", "cross-attention")
+NEED_FALLBACK = ("weight-norm", "cross-attention")
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +161,19 @@ def test_last_layers(double, name: str, loss: str, monkeypatch):
         assert error(D.diagonal(), diagonal) <= 1e-9
 
 
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
+@pytest.mark.parametrize("name", ["cnn", "transformer-tied", "lstm"])
+def test_memory_limits(name: str, fisher: str, monkeypatch: pytest.MonkeyPatch):
+    """Numbers do not depend on how many vectors, samples and positions fit into the memory."""
+    p, kinds = problems.make(name), (KFACLinearOperator, EKFACLinearOperator)
+    expected = [matrix(build(p, fisher, cls=cls)) for cls in kinds]
+    for size in (1, 600):
+        for module in (gradients, samples):
+            monkeypatch.setattr(module, "BYTES", size)
+        for cls, truth in zip(kinds, expected, strict=True):
+            assert error(matrix(build(p, fisher, cls=cls)), truth) <= 1e-9
+
+
 # --- fallbacks
 
 
@@ -228,7 +241,9 @@ def test_reduced_factors_give_another_basis(double):
 
 
 @pytest.mark.parametrize("fisher", ["type-2", "empirical"])
-@pytest.mark.parametrize("name", ["transformer-tied", "padding-idx-tied", "segmentation", "rnn"])
+@pytest.mark.parametrize(
+    "name", ["transformer-tied", "padding-idx-tied", "segmentation", "rnn", "pinn"]
+)
 def test_trace_is_exact_and_no_diagonal_is_closer(name: str, fisher: str):
     """Blocks may be sums of Kronecker products."""
     p = problems.make(name)
@@ -245,7 +260,9 @@ def test_trace_is_exact_and_no_diagonal_is_closer(name: str, fisher: str):
         # the correction is a projection of the block
         inner = float((corrected * exact).sum())
         assert inner == pytest.approx(float(corrected.square().sum()), rel=1e-9)
-        assert float((corrected - exact).norm()) <= float((kfac[own, own] - exact).norm()) + 1e-12
+        distances = [float((block - exact).norm()) for block in (corrected, kfac[own, own])]
+        # KFAC's sum of two dense products is not diagonal in the basis of one of them
+        assert distances[0] <= distances[1] + 1e-12 or name == "pinn"
         offset = own.stop
 
 

@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
-from models import Using
+from models import EQUAL_LAYERS, Using
 from problems import Problem
 from sample_gradients import loop
 from torch import Tensor, nn
@@ -134,6 +134,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Using(message_passing, message=L(6, 4), update=L(7, 3), head=L(3, 2)), (4, 3)
     ),
     "ragged": (lambda: Using(ragged, layer=L(3, 4), head=L(4, 2)), (4, 3)),
+    **EQUAL_LAYERS,
     "mixer": (lambda: Using(mixer, tokens=L(3, 3), channels=L(4, 4), head=L(4, 2)), (3, 4)),
 }  # fmt: skip
 

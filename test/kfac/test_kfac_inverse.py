@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import ALL, error, matrix
 from kfac_models import problem
-from models import Using
+from models import EQUAL_LAYERS, Using, repeated
 from structured_cases import QUANTITIES
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from curvlinops import (
     KFACInverseLinearOperator,
     KFACLinearOperator,
 )
+from curvlinops.operators.kfac import stacks
 
 
 def build(
@@ -105,6 +106,56 @@ def test_heuristic_damping(double, joint: bool, groups: int, least: float):
         B = matrix(operator)[bias, bias]
         expected = torch.linalg.inv(B + torch.diag(torch.tensor(of_bias)))
         assert error(inverse[bias, bias], expected) <= 1e-10
+
+
+@pytest.mark.parametrize("largest", [0, 40, 2**20], ids=["apart", "some", "all"])
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", EQUAL_LAYERS)
+def test_equal_layers(double, name: str, joint: bool, largest: int, monkeypatch):
+    """What is computed for equal layers together is what operators on one layer each compute."""
+    monkeypatch.setattr(stacks, "_LARGEST", largest)
+    make, shape = EQUAL_LAYERS[name]
+    model, X = make(), [torch.randn(n, *shape) for n in (3, 2)]
+    data = [(x, torch.randn_like(model(x))) for x in X]
+    params = dict(model.named_parameters())
+    names = {n.rpartition(".")[0] for n in params}
+
+    def build(cls: type, params: dict, data: list) -> KFACLinearOperator:
+        options = {"fisher_type": "empirical", "separate_weight_and_bias": not joint}
+        return cls(model, nn.MSELoss(reduction="sum"), params, data, **options)
+
+    for cls in (KFACLinearOperator, EKFACLinearOperator):
+        whole = build(cls, params, data[:1])
+        whole.update(data[1])
+        dampings = [{"damping": 0.1, "use_exact_damping": True}]
+        if cls is KFACLinearOperator:
+            dampings += [{"damping": (0.1, 0.3)}, {"damping": 0.1, "use_heuristic_damping": True}]
+        inverses = [whole.inverse(**options) for options in dampings]
+        wholes, logdet = [whole, *inverses, whole.damped(0.1) ** -0.5], 0.0
+        for module in names:
+            some = {n: p for n, p in params.items() if n.rpartition(".")[0] == module}
+            own = build(cls, some, data[:1])
+            own.update(data[1])
+            logdet += own.damped(0.1).logdet()
+            index = torch.cat([torch.arange(whole.shape[0])[whole.space.slice(n)] for n in some])
+            parts = [own.inverse(**options) for options in dampings]
+            for A, part in zip(wholes, [own, *parts, own.damped(0.1) ** -0.5], strict=True):
+                assert error(matrix(A)[index][:, index], matrix(part)) <= 1e-9, module
+        assert error(whole.damped(0.1).logdet(), logdet) <= 1e-9
+
+
+def test_one_of_equal_layers_is_singular(double):
+    model, (X, y) = repeated(*[lambda: nn.Linear(3, 3)] * 4), (torch.randn(9, 3), torch.ones(9, 3))
+    with torch.no_grad():
+        for x in (model[2].weight, model[2].bias):
+            x[0] = 0.0
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": False}
+    params = dict(model.named_parameters())
+    operator = KFACLinearOperator(model, nn.MSELoss(), params, [(X, y)], **options)
+    for exact in (False, True):
+        with pytest.raises(ValueError, match=r"Block '4.weight, 4.bias': .* singular"):
+            operator.inverse(use_exact_damping=exact)
+    assert operator.logdet() == -torch.inf and operator.inverse(0.1).logdet().isfinite()
 
 
 def test_heuristic_damping_without_inputs(double):

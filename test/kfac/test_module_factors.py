@@ -4,16 +4,19 @@ import copy
 import io
 import pickle
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from contract import error
 from models import Using
+from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, FisherType, GGNLinearOperator, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 from curvlinops.operators.kfac.captured import CapturedLayer
 
 
@@ -232,32 +235,127 @@ def problem(reduction: str) -> tuple:
     return model, loss, dict(model.named_parameters()), data
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_captured_layers_give_exact_blocks_of_the_ggn(reduction: str):
-    model, loss, params, data = problem(reduction)
-    blocks: dict[str, Tensor] = {}
+def tied(m: Using, x: Tensor) -> Tensor:
+    """A table that is the head, too, and a part of it that is a layer."""
+    h = torch.tanh(m.layer(m.table(x)))
+    h = torch.tanh(nn.functional.linear(h, m.table.weight[1:5]))
+    return nn.functional.linear(h.mean(1), m.table.weight)
 
-    def add(layer: CapturedLayer) -> None:
+
+def indices(n: int) -> Tensor:
+    return torch.randint(7, (n, 3))
+
+
+def numbers(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape).double()
+
+
+def of_filters(layer: nn.Module) -> nn.Module:
+    return nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
+
+
+#: Models, inputs of n samples, and weights that are ``[I, O]`` for a layer.
+CAPTURED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], set[str]]] = {
+    "linear": (lambda: of_filters(nn.Linear(4, 4)), numbers(2, 4), set()),
+    "weight [I, O]": (
+        lambda: Using(
+            lambda m, x: m.head(torch.addmm(m.b, x, m.w).tanh()),
+            w=torch.randn(4, 4), b=torch.randn(4), head=nn.Linear(4, 3),
+        ),
+        numbers(4),
+        {"w"},
+    ),
+    "embedding": (
+        lambda: Using(lambda m, x: m.head(m.table(x).tanh()).mean(1),
+                      table=nn.Embedding(7, 7, padding_idx=0), head=nn.Linear(7, 3)),
+        indices,
+        {"table.weight"},
+    ),
+    "tied": (
+        lambda: Using(tied, table=nn.Embedding(7, 4), layer=nn.Linear(4, 4)),
+        indices,
+        {"table.weight"},
+    ),
+    "convolution": (lambda: of_filters(nn.Conv2d(2, 4, 2)), numbers(2, 3, 3), set()),
+    "groups": (lambda: of_filters(nn.Conv1d(4, 6, 2, groups=2)), numbers(4, 4), set()),
+    "transposed": (
+        lambda: of_filters(nn.ConvTranspose2d(2, 2, 1, stride=2)), numbers(2, 2, 2), {"0.weight"}
+    ),
+    "transposed, groups": (
+        lambda: of_filters(nn.ConvTranspose1d(4, 4, 2, groups=2)), numbers(4, 3), {"0.weight"}
+    ),
+    "recurrent": (
+        lambda: Using(lambda m, x: m.layer(x)[0][:, -1], layer=nn.LSTM(4, 3, batch_first=True)),
+        numbers(2, 4),
+        set(),
+    ),
+    "attention": (
+        lambda: Using(lambda m, x: m.head(m.layer(x, x, x)[0].mean(1)),
+                      layer=nn.MultiheadAttention(4, 2, batch_first=True), head=nn.Linear(4, 3)),
+        numbers(3, 4),
+        set(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}], ids=["together", "chunks"])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_layers_give_exact_blocks(name: str, options: dict):
+    """In the order of the weight, whatever the order in which the layer uses it."""
+    torch.manual_seed(0)
+    make, inputs, transposed = CAPTURED[name]
+    model, loss = make().double(), nn.CrossEntropyLoss()
+    data = [(inputs(n), torch.randint(3, (n,))) for n in (4, 3)]
+    model(data[0][0])
+    params = dict(model.named_parameters())
+    rows: dict[str, dict[tuple, Tensor]] = {}
+
+    def add(name: str, layer: CapturedLayer, found: Tensor) -> None:
+        of_batch = rows.setdefault(name, {})
+        where = layer.batch, layer.chunk
+        of_batch[where] = of_batch.get(where, 0) + found
+
+    def visit(layer: CapturedLayer) -> None:
         x, g = layer.inputs, layer.gradients
         if x.ndim == 3:  # one group
             x, g = x.unsqueeze(2), g.unsqueeze(3)
-        rows = torch.einsum("vnsgo,nsgi->vngoi", g, x)
-        if layer.weight == "table.weight":
-            rows = rows.mT
-        rows = rows.flatten(2).flatten(0, 1)
-        blocks[layer.weight] = blocks.get(layer.weight, 0) + rows.T @ rows
+        found = layer.weight_gradients()
+        assert found.shape[2:] == params[layer.weight].shape
+        matrices = torch.einsum("vnsgo,nsgi->vngoi", g, x)
+        if layer.weight not in transposed and matrices.numel() == found.numel():
+            assert error(matrices.reshape(found.shape), found) <= 1e-12
+        add(layer.weight, layer, found.flatten(2))
+        found.zero_()  # it is nobody else's
         if layer.bias is not None:
-            rows = g.sum(2).flatten(2).flatten(0, 1)
-            blocks[layer.bias] = blocks.get(layer.bias, 0) + rows.T @ rows
+            add(layer.bias, layer, g.sum(2).flatten(2))
 
-    K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
-    c = K.visit_layers(add)
-    assert blocks.keys() == params.keys()
-    G = GGNLinearOperator(model, loss, params, data)
-    dense = G.to_dense()
-    for name, block in blocks.items():
-        place = G.space.slice(name)
-        assert error(c * block, dense[place, place]) <= 1e-10, name
+    K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2", **options)
+    c = K.visit_layers(visit)
+    exact = reference.ggn(Problem(model, loss, params, data, mc=True))
+    for weight, found in rows.items():
+        block = sum(x.flatten(0, 1).T @ x.flatten(0, 1) for x in found.values())
+        place = K.space.slice(weight)
+        assert error(c * block, exact[place, place]) <= 1e-10, weight
+    assert {name for name, p in params.items() if p.ndim > 1} <= rows.keys()
+
+
+def test_captured_tensors_are_read_only():
+    """They may be the user's own batch, or the inputs of the next layer."""
+    model, loss = of_filters(nn.Linear(4, 4)).double(), nn.CrossEntropyLoss()
+    X, y = numbers(2, 4)(5), torch.randint(3, (5,))
+    model(X)
+    before = X.clone()
+
+    def visit(layer: CapturedLayer) -> None:
+        for tensor in (layer.inputs, layer.gradients):
+            for write in (tensor.zero_, tensor.flatten().zero_, lambda x=tensor: x.div_(2)):
+                with pytest.raises(TypeError, match="write to a clone"):
+                    write()
+            tensor.clone().zero_()
+
+    K = KFACLinearOperator(model, loss, list(model.parameters()), [(X, y)])
+    K.visit_layers(visit)
+    assert torch.equal(X, before)
 
 
 def test_captured_layers_of_chunks():

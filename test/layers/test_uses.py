@@ -206,10 +206,13 @@ WRITTEN: dict[str, Callable[[Using, Tensor], Tensor]] = {
     "rows of samples": _overwritten,
 }
 _PARTS = {"p": (6,), "w": (3, 3), "first": linear(4, 3)}
-MODELS |= {f"written, {name}": (f, _PARTS, vectors, False) for name, f in WRITTEN.items()}
+MODELS |= {
+    f"written, {name}": (f, _PARTS, vectors, name != "rows of samples")
+    for name, f in WRITTEN.items()
+}
 
 
-@model(vectors, covered=False, a=linear(4, 2), w=(2, 2))
+@model(vectors, a=linear(4, 2), w=(2, 2))
 def transformed(s: Using, x: Tensor) -> Tensor:
     return torch.func.vmap(s.a)(x) @ s.w
 
@@ -343,18 +346,18 @@ def test_jagged_tensors(case: str):
 # --- samples
 
 
-def test_models_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture):
+def test_models_that_loop_over_samples(caplog: pytest.LogCaptureFixture):
     p = problems.make("inner-steps")
     gradients = CASES["gradients"].build(p)
     gradients.norms(), gradients.norms()
-    reason = "the model cannot be recorded: it computes gradients itself"
+    reason = "its gradients could not be assigned to samples"
     known = dict.fromkeys(gradients.domain.names, reason)
     assert gradients.fallbacks == known
     assert len(caplog.records) == 1
     assert all(f"'{name}'" in caplog.text for name in gradients.domain.names)
     gradients.gradient_and_loss()
     assert gradients.fallbacks == known
-    with pytest.raises(NotImplementedError, match=reason):
+    with pytest.raises(NotImplementedError, match="not known to which samples"):
         KFACLinearOperator(p.model, p.loss, p.params, p.data).trace()
 
 

@@ -75,6 +75,7 @@ PARTS = {
     "without some axes of length one": lambda w, copy: copy(w[:1, :, :1]).squeeze((0, -1)),
     "flat": lambda w, copy: copy(w.flatten(1)),
     "in another shape": lambda w, copy: copy(w).reshape(-1)[4:10].view(2, 3),
+    "in another order and shape": lambda w, copy: copy(w).mT.reshape(2, 12),
 }
 COPIES = {
     "none": lambda x: x,
@@ -89,7 +90,6 @@ FUNCTIONS = {
     "index": lambda w: w.clone()[[1, 0]],
     "side by side": lambda w: torch.cat([w, w]).float(),
     "expanded": lambda w: w.float()[:, :1].expand(2, 3, 4),
-    "another order in another shape": lambda w: w.float().mT.reshape(2, 12),
 }
 
 

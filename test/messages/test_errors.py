@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from models import Using
 from small import CE, mlp
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import curvlinops
@@ -263,7 +267,6 @@ MODELS: list[tuple[nn.Module, Error, str]] = [
     (reentrant(), RuntimeError, "use_reentrant=False"),
     (lookup(nn.Embedding(2, 3, max_norm=1.0)), ValueError, "'table'.*max_norm=None"),
     (lookup(nn.Embedding(2, 3, scale_grad_by_freq=True)), ValueError, "'table'.*by_freq=False"),
-    (lookup(nn.EmbeddingBag(2, 3, mode="max")), NotImplementedError, "mode='max'"),
     (returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
     (returns(lambda z: (z, z)), TypeError, r"tuple on batch 0.*self.inner\(X\)\[0\].*transformers"),
     (nn.Bilinear(3, 3, 3), TypeError, r"with \(X\), but takes \(input1.*self.inner\(\*X\)"),
@@ -440,6 +443,29 @@ FUNCTIONS: list[tuple[Callable, str, str]] = [
 ]
 
 
+def _backward_first(z: Tensor, y: Tensor) -> Tensor:
+    value = CE(z, y)
+    value.backward(retain_graph=True)
+    return value
+
+
+def _backward_of_a_step(z: Tensor, y: Tensor) -> Tensor:
+    """As in a training step."""
+    value = CE(z, y)
+    value.backward()
+    return value.detach()
+
+
+def _backward_by_function(z: Tensor, y: Tensor) -> Tensor:
+    value = CE(z, y)
+    torch.autograd.backward([value], create_graph=True)
+    return value
+
+
+BACKWARD = [_backward_first, _backward_of_a_step, _backward_by_function]
+FUNCTIONS += [(function, "mean", r"calls backward\(\).*autograd.grad") for function in BACKWARD]
+
+
 @pytest.mark.parametrize("loss, reduction, match", FUNCTIONS)
 def test_functions_as_losses(loss: Callable, reduction: str, match: str):
     refused(ValueError, match, loss=loss, reduction=reduction)
@@ -530,6 +556,72 @@ def test_sampling(options: dict, loss: Any, target: Tensor, error: Error, match:
 def test_losses_without_second_derivatives():
     with pytest.raises(NotImplementedError, match=r"MultiMarginLoss twice.*Write the loss"):
         multiply(loss=nn.MultiMarginLoss(), kind=GGNLinearOperator)
+
+
+class Margin(nn.Module):
+    """A loss with a head of its own, and a temperature, as ArcFace has them."""
+
+    reduction = "mean"
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.temperature = nn.Linear(3, 3), nn.Parameter(torch.ones(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return CE(self.head(output) * self.temperature, target)
+
+
+MARGIN, SMALL = Margin(), net()
+LEARNED: dict[str, tuple[Any, Any, str]] = {
+    "list": (MARGIN, [*SMALL.parameters(), *MARGIN.parameters()], "temperature"),
+    "dictionary": (MARGIN, dict(SMALL.named_parameters()) | {"h": MARGIN.head.bias}, "head.bias"),
+    "function": (lambda z, y: MARGIN(z, y), [SMALL[0].weight, MARGIN.head.weight], "head.weight"),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_the_loss(kind: type, name: str):
+    loss, params, culprit = LEARNED[name]
+    match = f"'{culprit}' in params.*a parameter of the loss, Margin.*let a Module hold the model"
+    with pytest.raises(ValueError, match=match):
+        build(SMALL, loss, params, kind=kind, reduction="mean")
+    # as the message says
+    whole = Using(lambda s, x: s.m.head(s.net(x)) * s.m.temperature, net=SMALL, m=MARGIN)
+    gradient, loss_value = build(whole, CE, kind=HessianLinearOperator).gradient_and_loss()
+    expected = MARGIN(SMALL(X), Y)
+    torch.testing.assert_close(loss_value, expected.detach())
+    torch.testing.assert_close(gradient, [*torch.autograd.grad(expected, [*whole.parameters()])])
+
+
+def selective() -> nn.Module:
+    """Layers whose products are kept, and all else computed again in the backward pass."""
+
+    def policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        is_kept = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def function(s: Using, x: Tensor) -> Tensor:
+        return checkpoint(s.inner, s.stem(x), use_reentrant=False, context_fn=contexts)
+
+    return Using(function, stem=nn.Linear(3, 3), inner=net())
+
+
+@pytest.mark.parametrize(
+    "kind", [HessianLinearOperator, GGNLinearOperator, EFLinearOperator, KFACLinearOperator]
+)
+def test_selective_checkpoints(kind: type):
+    with pytest.raises(NotImplementedError, match="selective activation.*without context_fn"):
+        multiply(model=selective(), kind=kind)
+
+
+def test_selective_checkpoints_of_one_backward_pass():
+    torch.manual_seed(0)
+    model = selective()
+    plain = Using(lambda s, x: s.inner(s.stem(x)), stem=model.stem, inner=model.inner)
+    torch.testing.assert_close(build(model).gradient_and_loss(), build(plain).gradient_and_loss())
 
 
 # --- options

@@ -19,7 +19,6 @@ from curvlinops.layers import gradients, gram, samples
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {
-    "pinn": {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"},
     "inner-steps": {"weight", "bias", "size"},
     # its rows are along no axis of samples
     "lstm-packed": {f"layer.{kind}_{of}_l0" for kind in ("weight", "bias") for of in ("ih", "hh")},

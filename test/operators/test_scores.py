@@ -24,9 +24,11 @@ from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import curvlinops
 from curvlinops import PerSampleGradientLinearOperator
+from curvlinops.layers import gradients
 
 
 def rows_of(p: Problem, **options: Any) -> PerSampleGradientLinearOperator:
@@ -79,6 +81,20 @@ def test_batches_without_rows(tmp_path: Path):
         assert none.scores(P, out=tmp_path / "none.npy").shape == (0, 2)
 
 
+def test_one_query_for_one_output(tmp_path: Path):
+    """A column of queries has one entry for the bias, with a stride."""
+    model = nn.Linear(3, 1).double()
+    data = [(torch.randn(1, 3).double(), torch.randn(1, 2)[:, 1:].double()) for _ in range(4)]
+    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    rows, P = rows_of(p), vectors(rows_of(p), 3)
+    expected = reference.per_sample_gradients(p) @ P
+    queries = (P[:, 1], P[:, 1:2], P.numpy()[:, 1])
+    for number, (query, column) in enumerate(zip(queries, (1, slice(1, 2), 1), strict=True)):
+        for _ in range(2):
+            found = rows.scores(query, out=tmp_path / f"{number}.npy")
+            assert error(torch.tensor(found), expected[:, column]) <= 1e-12
+
+
 def test_products_without_rules():
     """Parameters without a rule need one pass for a batch in products, not one for each sample."""
     p = problems.make("lstm-packed")
@@ -103,6 +119,37 @@ def test_memory_of_one_layer():
     _, peak = LiveBytes().peaks(lambda: rows.scores(P))
     of_batch = 64 * 4 * rows.shape[1]
     assert peak <= 0.3 * of_batch
+
+
+class Read(TorchDispatchMode):
+    """Counts the numbers that products of matrices read."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple, kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.numbers += args[0].numel() + args[1].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("order", ["[D, K]", "[K, D]", "rank 1"])
+def test_some_samples_at_a_time(order: str, monkeypatch: pytest.MonkeyPatch):
+    """Parts of a batch read the vectors once each, not once for each sample."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(20, 20, bias=False), [(torch.randn(64, 20), torch.randn(64, 20))]
+    rows = PerSampleGradientLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+    P = vectors(rows, 8)
+    expected, size = rows.dense() @ P, P.numel()
+    P = P.T.contiguous().T if order == "[K, D]" else P
+    if order == "rank 1":
+        P = rows.low_rank(P, 1)
+        (part,) = P.columns.values()
+        expected, size = rows.dense() @ part.dense().flatten(1).T, P.num_bytes // 4
+    monkeypatch.setattr(gradients, "BYTES", 4 * 16 * (size // 20))
+    with Read() as read:
+        found = rows.scores(P)
+    assert error(found, expected) <= 1e-5
+    assert 4 * size < read.numbers <= 30 * size
 
 
 # --- by position
@@ -225,6 +272,23 @@ def test_low_rank(name: str):
     other = rows_of(replace(p, params=p.params[:2]))
     with pytest.raises(ValueError, match="other parameters"):
         other.scores(low)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-100, 1e-160, 1e-250])
+def test_low_rank_of_small_vectors(size: float):
+    """Squares of the entries may vanish. A learned temperature has no axes."""
+    torch.manual_seed(0)
+    parts = {"layer": nn.Linear(6, 5), "temperature": torch.tensor(2.0)}
+    model = Using(lambda s, X: s.layer(X) * s.temperature, **parts).double()
+    data = [(torch.randn(4, 6).double(), torch.randint(5, (4,)))]
+    params = list(model.parameters())
+    rows = PerSampleGradientLinearOperator(model, nn.CrossEntropyLoss(), params, data)
+    P = vectors(rows, 3)
+    plain, small = rows.low_rank(P, 2), rows.low_rank(size * P, 2)
+    assert error(small.relative_error, plain.relative_error) <= 1e-12
+    assert float(plain.relative_error.min()) > 0.01
+    assert error(rows.scores(small) / size, rows.scores(plain)) <= 1e-12
+    assert rows.scores(rows.low_rank(P[:, :0], 2)).shape == (4, 0)
 
 
 # --- files

@@ -173,6 +173,8 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda base: base.view(4, 15).T[:6],
     "repeated": lambda base: base[1, :4].expand(6, 4),
     "odd address": lambda base: base.view(-1)[1:25].view(6, 4),
+    "one sample": lambda base: base[:1, 1:],
+    "one entry": lambda base: base[2:3, 1:2],
 }
 
 
@@ -181,7 +183,8 @@ CUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_batches_in_any_layout(name: str, dtype: torch.dtype):
     """Two draws of the first batch are compared bit by bit."""
     torch.manual_seed(0)
-    X, linear = CUTS[name]((3 * torch.rand(12, 5)).to(dtype)), nn.Linear(4, 2).double()
+    X = CUTS[name]((3 * torch.rand(12, 5)).to(dtype))
+    linear = nn.Linear(X.shape[1], 2).double()
     y = torch.randint(2, (len(X), 2))[:, 0]
 
     def model(params: dict[str, Tensor], X: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """Products inside of `linearized()`: the numbers of fresh ones, without reading data again."""
 
+import asyncio
 import copy
 import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import scipy.sparse.linalg
@@ -19,20 +21,23 @@ from live_bytes import LiveBytes
 from problems import Problem
 from quantities import ALGORITHMS, ones
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops as C
+from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator import operator as operator_module
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk import linearization as linearization_module
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Apply, hessian
+from curvlinops.risk.derivatives import hessian
 
 
 @dataclass(eq=False, repr=False)
 class Own(DataLinearOperator):
     """An operator of a user's."""
 
-    def _linearize(self, problem: BatchProblem, single: bool) -> Apply:
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         return hessian(problem, problem.loss_seed, single=single)
 
 
@@ -225,25 +230,285 @@ WRITES: dict[str, tuple[str, Callable[[World], object]]] = {
     "state": ("first.weight", lambda w: w.model.load_state_dict(w.model.state_dict())),
     "train mode": ("norm.num_batches_tracked", lambda w: w.model.train()(w.data[0][0])),
     "loss": ("weight of the loss", lambda w: w.loss.weight.mul_(2)),
+    "other memory": ("first.weight", lambda w: set_data(w.params[0])),
+    "other memory twice": ("first.bias", lambda w: [set_data(w.params[1]) for _ in range(2)]),
+    "vector": ("first.weight", lambda w: vector_to_parameters(ones_like(w), w.params)),
 }
+WRITTEN = ["hessian", "gradients", "transposed", "sum", "CG"]
 
 
-@pytest.mark.parametrize("case", ["hessian", "gradients", "transposed", "sum", "CG"])
+def set_data(x: Tensor) -> None:
+    x.data = 2 * x.data
+
+
+def ones_like(w: World) -> Tensor:
+    return torch.ones(sum(p.numel() for p in w.params)).double()
+
+
+@pytest.mark.parametrize("case", WRITTEN)
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_are_refused_by_name(write: str, case: str):
     if (write, case) == ("loss", "transposed"):
         return  # a Jacobian has no loss
     w, (name, change) = World(), WRITES[write]
     A = OPERATORS[case](w.problem)
-    v = vectors(A)
-    with A.linearized():
+    v, match = vectors(A), f"'{name}' was overwritten inside of linearized"
+    with pytest.raises(RuntimeError, match=match), A.linearized():
         A @ v
         change(w)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=f"'{name}' was overwritten inside of linearize"):
-                A @ v
+        with pytest.raises(RuntimeError, match=match):
+            A @ v
+        A @ v
     w.model.eval()
     assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
+
+
+def step(optimizer: type[torch.optim.Optimizer], **options: Any) -> Callable[[World], object]:
+    """Return a step of an optimizer."""
+
+    def change(w: World) -> None:
+        for p in w.params:
+            p.grad = torch.ones_like(p)
+        optimizer(w.params, lr=0.1, **options).step()
+
+    return change
+
+
+def replace(w: World) -> None:
+    w.model.first.weight = nn.Parameter(2 * w.model.first.weight.detach())
+
+
+#: Changes of which PyTorch does not tell.
+SILENT: dict[str, tuple[str, Callable[[World], object]]] = {
+    "fused SGD": ("first.weight", step(torch.optim.SGD, fused=True)),
+    "fused AdamW": ("first.weight", step(torch.optim.AdamW, fused=True)),
+    "data": ("first.bias", lambda w: w.params[1].data.mul_(2)),
+    "an entry": ("last.bias", lambda w: w.params[-1].data[0].add_(1e-8)),
+    "NumPy": ("first.weight", lambda w: w.params[0].detach().numpy().sort()),
+    "many": ("first.weight", lambda w: torch._foreach_neg_([p.data for p in w.params])),
+    "frozen parameter": ("frozen", lambda w: w.model.frozen.data.add_(1)),
+    "buffer": ("norm.running_var", lambda w: w.model.norm.running_var.data.add_(1)),
+    "loss": ("weight of the loss", lambda w: w.loss.weight.data.mul_(2)),
+    "new parameter": ("first.weight of Changeable", replace),
+    "new layer": ("last.weight of Changeable", lambda w: setattr(w.model, "last", linear())),
+}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(5, 3).double()
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+@pytest.mark.parametrize("change", SILENT)
+def test_silent_changes_are_refused_at_the_end(change: str, case: str):
+    if (change, case) == ("loss", "transposed"):
+        return
+    w, (name, run) = World(), SILENT[change]
+    A = OPERATORS[case](w.problem)
+    v = vectors(A)
+    with (
+        pytest.raises(RuntimeError, match=f"'{name}' was (over|replaced).*inside of linearized"),
+        A.linearized(),
+    ):
+        A @ v
+        run(w)
+        A @ v
+    if "new" not in change:  # all is as before the error
+        assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_changes_that_no_product_has_missed(case: str):
+    w = World()
+    A = OPERATORS[case](w.problem)
+    v, (_, told), (_, silent) = vectors(A), WRITES["parameter"], SILENT["fused SGD"]
+    with A.linearized():  # no product
+        silent(w)
+    with A.linearized():  # before the first one
+        silent(w)
+        A @ v
+    with A.linearized():  # after the last one
+        A @ v
+        told(w)
+    B = OPERATORS[case](w.problem, cache="none")
+    with B.linearized():  # which keeps nothing
+        B @ v
+        silent(w)
+        assert error(B @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
+    with pytest.raises(ZeroDivisionError), A.linearized():  # another error is on its way
+        A @ v
+        silent(w)
+        raise ZeroDivisionError
+    assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
+
+
+#: Solvers, which call a callback.
+CALLERS: dict[str, Callable] = {
+    "CG": lambda A, f: C.CGInverseLinearOperator(A.damped(99.0), callback=f) @ vectors(A),
+    "eigsh": lambda A, f: C.eigsh(A, 1, callback=f),
+    "Neumann": lambda A, f: (
+        C.NeumannInverseLinearOperator(A, num_terms=2, scale=1e-3, rtol=1, callback=f) @ vectors(A)
+    ),
+    "trace": lambda A, f: C.hutchinson_trace(A, 3, chunk_size=1, callback=f),
+    "spectrum": lambda A, f: C.lanczos_approximate_spectrum(A, 3, callback=f),
+}
+
+
+@pytest.mark.filterwarnings("ignore::curvlinops.algorithms.convergence.ConvergenceWarning")
+@pytest.mark.parametrize("solve", CALLERS.values(), ids=CALLERS)
+def test_callbacks_change_nothing(solve: Callable, monkeypatch: pytest.MonkeyPatch):
+    w = World()
+    A, read = w.build("ggn"), []
+    checksums = linearization_module._checksums
+    monkeypatch.setattr(
+        linearization_module, "_checksums", lambda x: read.append(x) or checksums(x)
+    )
+    solve(A, None)
+    assert not read
+    solve(A, lambda state: None)
+    assert len(read) == 2 * len(A.risk.tensors())  # at begin and end
+    with pytest.raises(RuntimeError, match="'first.weight' was overwritten"):
+        solve(A, lambda state: SILENT["fused SGD"][1](w))
+
+
+# --- who is inside
+
+
+def generator(A: C.TorchLinearOperator, *vs: Tensor) -> Iterator[Tensor]:
+    """Yield products, and stay in the context, as a fixture of pytest does."""
+    with A.linearized():
+        for v in vs:
+            yield A @ v
+
+
+def deeper(A: C.TorchLinearOperator, *vs: Tensor) -> Iterator[Tensor]:
+    """Do the same by contexts of contexts."""
+    with inside(A):
+        for v in vs:
+            yield A @ v
+
+
+async def asynchronous(A: C.TorchLinearOperator, *vs: Tensor) -> AsyncIterator[Tensor]:
+    with A.linearized():
+        for v in vs:
+            yield A @ v
+
+
+def driven(A: C.TorchLinearOperator, *vs: Tensor) -> Iterator[Tensor]:
+    """Drive an asynchronous generator, in one thread."""
+    items = asynchronous(A, *vs)
+    try:
+        for _ in vs:
+            try:
+                items.__anext__().send(None)
+            except StopIteration as item:
+                yield item.value
+    finally:
+        with suppress(StopIteration):
+            items.aclose().send(None)
+
+
+@contextmanager
+def inside(A: C.TorchLinearOperator) -> Iterator[None]:
+    """Enter the context for someone else."""
+    with ExitStack() as stack:
+        stack.enter_context(A.linearized())
+        yield
+
+
+class Entered:
+    """Enters the context in a method."""
+
+    def __init__(self, A: C.TorchLinearOperator):
+        self.context = A.linearized()
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+
+@pytest.mark.parametrize("case", ["hessian", "gradients", "sum"])
+@pytest.mark.parametrize("generate", [generator, deeper, driven])
+def test_suspended_generators_change_nothing_outside(generate: Callable, case: str):
+    w = Counting()
+    A = OPERATORS[case](w.problem)
+    v = vectors(A)
+    expected = A @ v
+    products = generate(A, v, v, v)
+    assert error(next(products), expected) <= 1e-12
+    w.forget()
+    assert error(next(products), expected) <= 1e-12 and not w.read  # it is inside
+    assert error(A @ v, expected) <= 1e-12 and w.read  # this is not
+    with A.linearized():  # a context of its own
+        A @ v
+        w.forget()
+        A @ v
+        next(products)
+        assert not w.read
+    w.params[0].data.mul_(2)
+    assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-12
+    w.params[0].data.div_(2)
+    products.close()
+
+
+def test_generators_that_are_dropped_free_all():
+    w = Counting()
+    A = w.build("hessian")
+    v = vectors(A)
+    A @ v
+    w.forget()
+    products = generator(A, v, v)
+    next(products)
+    alive = [x for x in w.activations if x() is not None]
+    gc.collect()
+    gc.disable()
+    try:
+        del products
+        assert alive and all(x() is None for x in alive)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("enter", [inside, Entered, lambda A: inside(2 * A + A)])
+def test_contexts_that_are_entered_for_others(enter: Callable):
+    w = Counting()
+    A = w.build("hessian")
+    with enter(A):
+        A @ vectors(A)
+        w.forget()
+        A @ vectors(A)
+        assert not w.read
+    A @ vectors(A)
+    assert w.read
+
+
+def test_tasks_have_contexts_of_their_own():
+    w = Counting()
+    A = w.build("hessian")
+    v, seen = vectors(A), []
+
+    async def linearized() -> None:
+        with A.linearized():
+            for _ in range(3):
+                w.forget()
+                A @ v
+                seen.append(w.read > 0)
+                await asyncio.sleep(0)
+
+    async def plain() -> None:
+        for _ in range(3):
+            w.forget()
+            A @ v
+            assert w.read
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        await asyncio.gather(linearized(), plain(), linearized())
+
+    asyncio.run(both())
+    assert sorted(seen) == [False] * 4 + [True] * 2
 
 
 def test_other_threads_are_outside():

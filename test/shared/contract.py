@@ -116,11 +116,16 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def errors(p: Problem, found: Tensor, expected: Tensor, dim: int) -> dict[str, float]:
-    """Return the error of each parameter's part of an axis, with a floor on the common scale."""
+    """Return the relative error of each parameter's part of an axis.
+
+    A part that is zero but for rounding errors of the others, such as that of a bias before a
+    softmax, has none: its error is relative to the whole.
+    """
     sizes = [value.numel() for value in p.named_params().values()]
-    floor = 1e-3 * expected.norm()
     parts = zip(found.double().split(sizes, dim), expected.double().split(sizes, dim), strict=True)
-    scaled = [float((a - b).norm() / ((b.norm() + floor) or 1.0)) for a, b in parts]
+    whole = expected.double().norm()
+    norms = [(float((a - b).norm()), float(b.norm())) for a, b in parts]
+    scaled = [e / ((norm if norm > 1e-12 * whole else float(whole)) or 1.0) for e, norm in norms]
     return dict(zip(p.named_params(), scaled, strict=True))
 
 

@@ -271,9 +271,7 @@ class _Sums:
     def add(self, uses: list[Use], gradients: list[Tensor], whole: list[Tensor]) -> None:
         """Add a sample: gradients `[V, *output]` of each use, and `[V, *shape]` of each leaf."""
         parts: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        pairs = {
-            (id(use.weight), id(use.bias)) for use in uses if use.bias is not None or use.lookup
-        }
+        pairs = {(id(use.weight), id(use.bias)) for use in uses}
         for use, g in zip(uses, gradients, strict=True):
             own = {pair for pair in pairs if pair[0] == id(use.weight) or pair[1] == id(use.bias)}
             for key, entries, a, rows in self._split(use, g, use.joint and len(own) == 1):

@@ -285,6 +285,47 @@ def pinn(net: nn.Module) -> nn.Module:
     return Using(function, net=net)
 
 
+def attention(m: Using, x: Tensor) -> Tensor:
+    """Layers of single-head attention. Queries, keys and values have the same inputs."""
+    for i in range(3):
+        q, k, v, out, norm = (getattr(m, f"{name}{i}") for name in ("q", "k", "v", "out", "norm"))
+        h = norm(x)
+        x = x + out(torch.tanh(q(h) * k(h))[..., : v.out_features] + v(h))
+    return x
+
+
+def attention_layers() -> nn.Module:
+    parts: dict[str, nn.Module] = {}
+    for i in range(3):
+        parts |= {f"{name}{i}": nn.Linear(4, 4, bias=name != "k") for name in ("q", "k", "out")}
+        parts |= {f"v{i}": nn.Linear(4, 3 if i == 1 else 4), f"norm{i}": nn.LayerNorm(4)}
+    parts["out1"] = nn.Linear(3, 4)
+    return Using(attention, **parts)
+
+
+def repeated(*kinds: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(*(layer for make in kinds for layer in (make(), nn.Tanh())), nn.Flatten())
+
+
+#: Models with equal layers, and the shape of a sample.
+EQUAL_LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "equal-layers": (lambda: repeated(*[lambda: nn.Linear(3, 3)] * 4), (3,)),
+    "equal-layers-unevenly-spaced": (
+        lambda: repeated(
+            *[lambda: nn.Linear(3, 3)] * 2, lambda: nn.LayerNorm(3), *[lambda: nn.Linear(3, 3)] * 2
+        ),
+        (2, 3),
+    ),
+    "equal-convolutions": (
+        lambda: repeated(*[lambda: nn.Conv1d(4, 4, 3, padding=1, groups=2)] * 3), (4, 3)
+    ),
+    "equal-norms": (
+        lambda: repeated(*[lambda: nn.LayerNorm(3)] * 3, lambda: nn.Linear(3, 2)), (3,)
+    ),
+    "attention-layers": (attention_layers, (2, 4)),
+}  # fmt: skip
+
+
 def frozen_stem() -> nn.Module:
     """Features computed under no_grad, trained head."""
     return Using(lambda m, x: m.head(torch.no_grad()(m.stem)(x)), stem=mlp(), head=mlp(3, 3, 2))

@@ -13,8 +13,10 @@ Spectrum = C.LanczosApproximateSpectrumCached
 LogSpectrum = C.LanczosApproximateLogSpectrumCached
 
 
-def ones(A: TorchLinearOperator) -> Tensor:
-    return torch.ones(A.shape[1], dtype=A.torch_dtype, device=A.device)
+def ones(A: TorchLinearOperator, *shape: int) -> Any:
+    """A vector of ones, or several; as DTensors where processes have parts of vectors."""
+    own = A.domain.empty(0).shape[1]
+    return A.domain.vectors(torch.ones(own, *shape, dtype=A.torch_dtype, device=A.device))
 
 
 #: Of a positive definite operator with at least eight dimensions.

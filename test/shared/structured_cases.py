@@ -110,6 +110,31 @@ def sliced() -> tuple[StructuredLinearOperator, Tensor]:
     return operator, matrix
 
 
+def stacked(gap: int = 0) -> tuple[StructuredLinearOperator, Tensor]:
+    """Equal blocks of three weights with biases, some entries apart, beside another block.
+
+    Args:
+        gap: The number of entries between the second and the third one.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(3):
+        shapes |= {f"w{i}": (2, 1, 2), f"b{i}": (2,)} | ({"gap": (gap,)} if i == 1 else {})
+    space = ParameterSpace(shapes, DOUBLE)
+    views = tuple(ParameterView.whole(name, shapes[name]) for name in shapes if name != "gap")
+    operators, layouts = [Kron(definite(3, 2), definite(3, 3))], [Layout(views, 2, 3)]
+    if gap:
+        operators.append(Diag(positive(gap)))
+        layouts.append(Layout((ParameterView.whole("gap", (gap,)),)))
+    matrix = torch.zeros(space.dim, space.dim, dtype=DOUBLE)
+    place = space.split(torch.arange(space.dim))
+    for i, factors in enumerate(zip(definite(3, 2), definite(3, 3), strict=True)):
+        index = torch.cat([place[f"w{i}"].reshape(2, 2), place[f"b{i}"][:, None]], 1).flatten()
+        matrix[index[:, None], index] = kron(*factors)
+    if gap:
+        matrix[place["gap"], place["gap"]] = positive(gap)
+    return Blocks(operators, space, layouts), matrix
+
+
 def network() -> tuple[StructuredLinearOperator, Tensor]:
     """Blocks of several kinds, whose parameters are in another order than the blocks."""
     conv = transposed_groups("conv.weight")
@@ -170,6 +195,8 @@ ALL = {
     "embedding": embedding,
     "sliced": sliced,
     "network": network,
+    "stack": stacked,
+    "stack, unevenly spaced": lambda: stacked(3),
     "sum": lambda: (Sum([Kron(B, A), Kron(B2, A2)]), kron(B, A) + kron(B2, A2)),
     "sum of diagonals": lambda: (
         Sum([Kron(Diag(b), Diag(a)), Kron(Diag(b), Diag(a + 1))]),

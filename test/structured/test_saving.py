@@ -22,6 +22,7 @@ from curvlinops import (
     TorchLinearOperator,
     load,
 )
+from curvlinops.support import serialization
 
 
 def kfac(name: str = "transformer-tied", cls: type = KFACLinearOperator, **options: Any):
@@ -52,6 +53,23 @@ def test_files(name: str, change: str, tmp_path):
     torch.testing.assert_close(loaded.to_dense(), operator.to_dense())
     operator.logdet(), operator.eigh()  # factors keep their decompositions
     assert_equal(load(operator.state_dict()), operator)
+
+
+def test_two_writers_at_once(tmp_path, monkeypatch):
+    """Each of them finds its file whole; the path has the one that was complete last."""
+    path, writers = tmp_path / "operator", [ALL[name]()[0] for name in list(ALL)[:2]]
+    last, save = list(writers), serialization.save_file
+
+    def save_and_wait(*args: Any) -> None:
+        save(*args)
+        if last:
+            last.pop().save(path)
+
+    monkeypatch.setattr(serialization, "save_file", save_and_wait)
+    last.pop(0).save(path)
+    assert not last
+    assert_equal(load(path), writers[0])
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_products_that_are_not_symmetric():

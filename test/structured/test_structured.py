@@ -35,6 +35,7 @@ from structured_cases import (
     one_block,
     positive,
     randn,
+    stacked,
     weight_and_bias,
 )
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ from curvlinops import (
     ShiftedLinearOperator,
     StructuredLinearOperator,
     TorchLinearOperator,
+    load,
 )
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import Layout, ParameterView
@@ -386,6 +388,18 @@ def test_indefinite_inverse(damping: float):
     torch.testing.assert_close(operator.inverse(damping).to_dense(), expected)
 
 
+@pytest.mark.parametrize("psd", [False, True])
+@pytest.mark.parametrize("damping", [-0.7, -0.01, 0.0, 0.3])
+def test_inverse_of_a_difference(damping: float, psd: bool):
+    """A multiple of the identity may be subtracted from a matrix without negative eigenvalues."""
+    matrix = definite(2, 4)
+    operator = Kron(Factor(matrix, symmetric=True, psd=psd)).damped(damping)
+    expected = torch.block_diag(*matrix) + damping * eye(8)
+    torch.testing.assert_close(operator.inverse().to_dense(), expected.inverse())
+    torch.testing.assert_close(operator.inverse().inverse().to_dense(), expected)
+    torch.testing.assert_close(operator.det(), expected.det())
+
+
 def test_singular():
     singular = torch.zeros(3, 3, dtype=DOUBLE)
     singular[:2, :2] = C
@@ -401,6 +415,13 @@ def plain_layout(size: int) -> Layout:
     return Layout((ParameterView("weight", (size,), (1,)),))
 
 
+def two_blocks(*matrices: Tensor) -> StructuredLinearOperator:
+    """Two equal blocks as one operator with two groups."""
+    shapes = {"first": matrices[0].shape[:1], "second": matrices[1].shape[:1]}
+    views = tuple(ParameterView.whole(name, shape) for name, shape in shapes.items())
+    return one_block(Kron(torch.stack(matrices)), shapes, Layout(views, 1, 2))
+
+
 #: Singular operators, made of rank-deficient matrices ``[*, n, n]``.
 SINGULAR = {
     "matrix": lambda x, _: Kron(x(8, 3)),
@@ -408,6 +429,7 @@ SINGULAR = {
     "groups": lambda x, y: Kron(torch.stack([y(8, 8), x(8, 3)])),
     "blocks": lambda x, y: Blocks([Kron(y(4, 4)), Kron(x(6, 2), y(3, 3))]),
     "layout": lambda x, y: one_block(Kron(y(4, 4), x(6, 2)), {"weight": (4, 6)}, plain_layout(24)),
+    "stack": lambda x, y: two_blocks(y(4, 4), x(4, 2)),
     "sum": lambda x, y: Kron(y(3, 3), z := x(8, 3)) + Kron(y(3, 3), z),
     "sum of two": lambda x, y: Kron(Diag(y(3, 3).diagonal()), z := x(8, 3)) + Kron(y(3, 3), 2 * z),
     "decomposition": lambda x, y: Kron(y(3, 3), x(8, 3)).eigh(),
@@ -519,6 +541,25 @@ def test_blocks():
     assert Blocks([one, Diag(a)]).space.is_flat
 
 
+def test_equal_blocks():
+    operator, dense = stacked(3)
+    names = [("w0", "b0"), ("w1", "b1"), ("gap",), ("w2", "b2")]
+    for changed in (operator, operator.inverse(0.1), load(operator.damped(0.1).state_dict())):
+        assert list(changed.blocks) == names and len(changed) == 4
+        assert [block.shape[0] for block in changed] == [6, 6, 3, 6]
+        assert [layout.size for layout in changed.layouts] == [6, 6, 3, 6]
+    for name, block in operator.blocks.items():
+        index = torch.cat([torch.arange(len(dense))[operator.space.slice(n)] for n in name])
+        torch.testing.assert_close(block.to_dense(), dense[index][:, index])
+    again = Blocks(list(operator), operator.space, operator.layouts)
+    assert torch.equal(again.to_dense(), operator.to_dense())
+    part = {"w1": randn(2, 1, 2), "b1": randn(2)}
+    rest = {name: torch.zeros(shape, dtype=DOUBLE) for name, shape in operator.space.shapes.items()}
+    some = operator._apply_restricted({n: x.unsqueeze(0) for n, x in part.items()}, ["b1", "w2"])
+    expected = operator @ (rest | part)
+    assert all(torch.allclose(some[name][0], expected[name]) for name in ("b1", "w2"))
+
+
 def test_views_of_permuted_entries():
     """A view leads back through reshapes and permutations, wherever strides can tell."""
     generator, plain = torch.Generator().manual_seed(0), ParameterView("weight", (64,), (1,))
@@ -598,6 +639,8 @@ ERRORS = [
     (lambda: Blocks({"x": Kron(randn(2, 3))}), "'x' is not square"),
     (lambda: Blocks([network()[0]], PLAIN), "not the parameters of the space"),
     (lambda: Blocks({"a": Kron(A), "b": Kron(0 * A)}).inverse(), "Block 'b': Factor 0 .* singular"),
+    (lambda: two_blocks(A, 0 * A).inverse(), "Block 'second': Factor 0 .* singular"),
+    (lambda: two_blocks(A, -A).power(0.5), "Block 'second': Factor 0 .* not positive semi"),
     (lambda: Blocks([Diag(a)], PLAIN), r"\[4\] entries cannot act on the 3 entries"),
     (lambda: Blocks([Diag(a)], WEIGHT, [plain_layout(3)]), r"\[4\] entries, their layouts \[3\]"),
     (lambda: Sum([]), "at least one term"),

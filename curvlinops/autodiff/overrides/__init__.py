@@ -21,8 +21,10 @@ from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
+from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.autodiff.scattering import PRODUCTS
 from curvlinops.support import torch_internals
+from curvlinops.support.read_only import writes
 
 #: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
 #: of a backward pass; forward mode.
@@ -48,32 +50,39 @@ TWICE_SHARDED = TWICE | PRODUCTS
 
 
 class Overrides(TorchFunctionMode):
-    """Replaces calls while it is active.
+    """Replaces calls while it is active, and refuses those that write to parameters.
 
     Args:
         table: The replacements.
+        protected: The parameters.
     """
 
-    def __init__(self, table: dict[Callable, Callable]):
+    def __init__(self, table: dict[Callable, Callable], protected: Protected):
         super().__init__()
-        self._table = table
+        self._table, self._protected = table, protected
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if writes(func, kwargs):
+            self._protected.check(func, args, kwargs)
+        return self._table.get(func, func)(*args, **kwargs)
 
 
 @contextmanager
-def active(differentiation: Differentiation, is_sharded: bool = False) -> Iterator[None]:
+def active(
+    differentiation: Differentiation, protected: Protected, is_sharded: bool = False
+) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
     Args:
-        is_sharded: Whether sharded parameters are differentiated.
         differentiation: See ``Differentiation``. Unless it is ``"once"``, the math kernel of
             attention is selected, since the fused ones lack derivatives; it takes memory quadratic
             in the sequence length.
+        protected: The parameters to which no call may write.
+        is_sharded: Whether sharded parameters are differentiated.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
@@ -82,7 +91,7 @@ def active(differentiation: Differentiation, is_sharded: bool = False) -> Iterat
         table = TWICE_SHARDED if is_sharded else TWICE
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
-        with kernels, Overrides(table):
+        with kernels, Overrides(table, protected):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

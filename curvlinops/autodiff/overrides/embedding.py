@@ -1,5 +1,7 @@
 """Lookups in tables, differentiable in both modes and as often as wanted."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -74,13 +76,8 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Sum or average rows by bags; the fused kernel has no forward mode and no double backward."""
+    """Reduce rows by bags; the fused kernel has no forward mode and no double backward."""
     check_options("EmbeddingBag", max_norm, scale_grad_by_freq)
-    if mode == "max":
-        raise NotImplementedError(
-            "EmbeddingBag with mode='max' cannot be differentiated twice. Use "
-            "Embedding followed by a maximum over the bag."
-        )
     if input.ndim == 2:
         num_bags, size = input.shape
         bag = torch.arange(num_bags, device=input.device).repeat_interleave(size)
@@ -93,11 +90,31 @@ def embedding_bag(
     kept = torch.ones_like(bag, dtype=weight.dtype)
     if padding_idx is not None:
         kept = (input.reshape(-1) != padding_idx % weight.shape[0]).to(weight.dtype)
+    count = weight.new_zeros(num_bags).index_add(0, bag, kept).unsqueeze(-1)
+    if mode == "max":
+        return _largest(rows, bag, kept > 0, count > 0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.reshape(-1, 1)
     total = weight.new_zeros(num_bags, weight.shape[1])
     total = total.index_add(0, bag, rows * kept.unsqueeze(-1))
-    if mode == "sum":
-        return total
-    count = weight.new_zeros(num_bags).index_add(0, bag, kept)
-    return total / count.clamp(min=1).unsqueeze(-1)
+    return total if mode == "sum" else total / count.clamp(min=1)
+
+
+def _largest(rows: Tensor, bag: Tensor, is_kept: Tensor, is_filled: Tensor) -> Tensor:
+    """Return the largest entry of each bag and column; of equal ones, it is the first, as usual.
+
+    Args:
+        rows: The rows that were looked up, ``[n, D]``.
+        bag: The bag of each row.
+        is_kept: Whether it is no padding.
+        is_filled: For each bag, whether it has a row that is kept, ``[bags, 1]``. Others give zero.
+    """
+    with_zero = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    numbers = torch.arange(len(rows), device=rows.device)
+    starts = torch.searchsorted(bag, torch.arange(len(is_filled), device=rows.device))
+    candidates = with_zero.detach().masked_fill(
+        ~F.pad(is_kept, (0, 1), value=True)[:, None], -math.inf
+    )
+    maximum = 2  # the number of the mode
+    positions = torch.embedding_bag(candidates, numbers, starts, False, maximum)[3].long()
+    return with_zero.gather(0, torch.where(is_filled, positions, len(rows)))

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from curvlinops.layers.batch_axis import Call
 from curvlinops.layers.factors import KroneckerShape, relation
 from curvlinops.layers.recorded import UseGradient
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
@@ -111,7 +110,7 @@ class _Group:
 
     use: LayerUse
     contributions: list[UseGradient] = field(default_factory=list)
-    calls: set[Call] = field(default_factory=set)
+    calls: set[int] = field(default_factory=set)
 
 
 def group_by_use(
@@ -124,8 +123,8 @@ def group_by_use(
         reduced: The parameters that are treated by the reduce setting.
     """
     groups: dict[LayerUse, _Group] = {}
-    weights: dict[Call, _Group] = {}
-    biases: dict[Call, _Group] = {}
+    weights: dict[int, _Group] = {}
+    biases: dict[int, _Group] = {}
     for contribution in contributions:
         recorded, view = contribution.recorded, contribution.gradient.entries.view.in_order
         if view.name != contribution.name:
@@ -188,7 +187,7 @@ class Term(NamedTuple):
         return [factor for factor in (self.gradients, self.inputs) if factor is not None]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """A diagonal block of the approximation.
 
@@ -202,6 +201,9 @@ class Block:
         matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
             diagonals ``[G, n]``; ``None`` if they are not yet known.
         is_here: Whether this process has its matrices.
+        basis: An eigenbasis, of which ``matrix`` are the eigenvalues ``[G, O, I]``.
+        members: The equal blocks that it is a stack of; empty for a single one. The matrices of a
+            stack, its ``views`` and its ``groups`` are those of the first one, then of the next.
     """
 
     views: tuple[ParameterView, ...]
@@ -212,6 +214,8 @@ class Block:
     reason: str = ""
     matrix: Tensor | None = None
     is_here: bool = True
+    basis: Any = None
+    members: "tuple[Block, ...]" = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -221,13 +225,17 @@ class Block:
     @cached_property
     def layout(self) -> Layout:
         """The entries of the parameters, in the order of the first Kronecker product's matrices."""
+        if self.members:
+            return Layout.of_several([member.layout for member in self.members])
         if not self.terms:
             return Layout(self.views)
-        shape = self.terms[0].shape
+        shape = self.terms[0].shape if self.basis is None else self.basis.shape
         return Layout((shape.view, *self.views[1:]), shape.groups * shape.outputs)
 
     def operator(self) -> StructuredLinearOperator:
         """Return the operator on the block's entries, in the order of the first product."""
+        if self.basis is not None:
+            return self.basis.diagonal(self.matrix)
         if self.matrix is not None:
             return KroneckerProductLinearOperator(moment_factor(self.matrix))
         products = []

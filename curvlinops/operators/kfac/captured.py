@@ -1,7 +1,7 @@
 """Inputs and output gradients of layers, for approximations that users build of them."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -11,14 +11,18 @@ from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.read_only import read_only
 
 
-class CapturedLayer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CapturedLayer:
     """The inputs and output gradients of a layer's product with a weight, on a batch.
 
-    The gradient of the weight, as a matrix ``[O, I]``, for vector v and sample n is
-    ``sum_s gradients[v, n, s] inputs[n, s]^T``; that of the bias is ``sum_s gradients[v, n, s]``.
-    With several groups, all tensors have an axis of G groups before the last axis.
+    For vector v and sample n, ``sum_s gradients[v, n, s] inputs[n, s]^T`` is the gradient of the
+    layer's matrix ``[O, I]``. The weight may have another order, such as ``[I, O]``:
+    ``weight_gradients`` returns its gradients as they are stored. That of the bias is
+    ``sum_s gradients[v, n, s]``. With several groups, all tensors have an axis of G groups before
+    the last axis. They may share memory with the data, and cannot be written to.
 
     Attributes:
         weight: The name of the weight.
@@ -36,6 +40,17 @@ class CapturedLayer(NamedTuple):
     gradients: Tensor
     batch: int
     chunk: int
+    _gradient: FactoredGradient = field(repr=False)
+
+    def weight_gradients(self) -> Tensor:
+        """Return the gradients of the weight through this layer.
+
+        Uses of one weight have the same shape, and may be added up.
+
+        Returns:
+            A tensor ``[V, N, *weight]``. Entries that the layer does not use are zero.
+        """
+        return self._gradient.rows(slice(None))
 
 
 def captured_layers(
@@ -67,5 +82,6 @@ def captured_layers(
             if inputs.shape[2] == 1:
                 inputs, gradients = inputs.squeeze(2), gradients.squeeze(3)
             bias = biases.get(contribution.recorded.call)
-            index = problem.batch.index
-            yield CapturedLayer(contribution.name, bias, inputs, gradients, index, chunk)
+            tensors = read_only(inputs), read_only(gradients)
+            where = problem.batch.index, chunk
+            yield CapturedLayer(contribution.name, bias, *tensors, *where, gradient)

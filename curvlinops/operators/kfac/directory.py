@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.layout import structure_of, with_matrices
+from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.operators.kfac.storage import pack, unpack
 from curvlinops.operators.kfac.sums import FactorSums
@@ -160,7 +160,7 @@ class FactorDirectory:
             settings["max_factor_size"],
         )
         sums = self.read(space, options)
-        return structure_of(sums, with_matrices(sums))
+        return assemble(with_matrices(sums), sums)
 
     def read(self, space: ParameterSpace, options: Options) -> FactorSums:
         """Return all means; on the CPU they are read from the files when they are used.

@@ -1,6 +1,6 @@
 """Second moments of gradients in the eigenbasis of a Kronecker product."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,8 +17,9 @@ from curvlinops.layers.gradients import sum_of
 from curvlinops.operators.kfac.blocks import Block
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
-from curvlinops.structured.factor import Decomposition, Factor, decompose, identity
+from curvlinops.structured.factor import Factor, identity
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import recorded
 
 
@@ -47,11 +48,14 @@ class Basis:
         )
 
     def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
-        """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``."""
+        """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``.
+
+        The basis may be that of several blocks, with all of their groups.
+        """
         axes = [(self.outputs, self.shape.outputs)]
         axes += [] if self.shape.is_bias else [(self.inputs, self.shape.inputs + self.has_bias)]
         factors: list[Factor] = [
-            identity(size, eigenvalues, self.shape.groups)
+            identity(size, eigenvalues, len(eigenvalues))
             if Q is None
             else Factor(Q, symmetric=False)
             for Q, size in axes
@@ -91,23 +95,30 @@ class Basis:
         return squares_of_rows(rows, self.outputs, self.inputs)
 
 
-def eigenbases(blocks: Sequence[Block]) -> list[Basis]:
-    """Return the eigenbases of blocks that are Kronecker products.
+def eigenbases(blocks: Iterable[Block]) -> dict[tuple[ParameterView, ...], Basis]:
+    """Return the eigenbases of blocks that are Kronecker products, by their views.
 
     A block that is a sum of Kronecker products gets the eigenbasis of the first one. Axes along
     which another one is diagonal keep the standard basis.
+
+    Args:
+        blocks: Single blocks, and stacks.
     """
-    axes = [_axes(block) for block in blocks]
-    decompose(
-        Decomposition(factor, f"A factor of '{block.names[0]}'", False)
-        for block, pair in zip(blocks, axes, strict=True)
-        for factor in pair
-        if factor is not None
-    )
-    return [
-        Basis(block.terms[0].shape, *map(_vectors, pair), has_bias=len(block.names) > 1)
-        for block, pair in zip(blocks, axes, strict=True)
-    ]
+    bases = {}
+    for stack in blocks:
+        members, name = stack.members or (stack,), f"A factor of '{', '.join(stack.names)}'"
+        pairs = zip(
+            *(
+                [None] * len(members)
+                if factor is None
+                else factor.eigh(name=name)[1].tensor.tensor_split(len(members))
+                for factor in _axes(stack)
+            ),
+            strict=True,
+        )
+        for block, pair in zip(members, pairs, strict=True):
+            bases[block.views] = Basis(block.terms[0].shape, *pair, len(block.views) > 1)
+    return bases
 
 
 def _axes(block: Block) -> tuple[Factor | None, Factor | None]:
@@ -126,7 +137,3 @@ def _axes(block: Block) -> tuple[Factor | None, Factor | None]:
             else:
                 inputs = None
     return outputs, inputs
-
-
-def _vectors(factor: Factor | None) -> Tensor | None:
-    return None if factor is None else factor.eigh()[1].tensor

@@ -13,8 +13,9 @@ from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import structure_of, with_matrices
+from curvlinops.operators.kfac.layout import with_matrices
 from curvlinops.operators.kfac.options import FisherType
+from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.batch_problem import BatchProblem
@@ -75,7 +76,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             sums, tensors={}, num_batches=first, bases=self._bases_everywhere(sums, known)
         )
         with self._on_all_ranks("eigenvalues"), self._batches("eigenvalues", batches) as problems:
-            for problem, samples in self._forward_passes(problems, moments, lambda uses: uses):
+            for problem, samples in self._forward_passes(problems, moments):
                 self._add_moments(moments, problem, samples)
         moments = moments.over_ranks(self._is_partitioned)
         for key, squares in moments.tensors.items():
@@ -100,8 +101,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         own = [block for block in products if owners.get(block.names[0], ranks.rank) == ranks.rank]
         with ranks.raise_on_all_ranks():
             new = [block for block in own if block.views not in known]
-            bases = eigenbases(with_matrices(sums, new))
-            bases = known | dict(zip([block.views for block in new], bases, strict=True))
+            bases = known | eigenbases(stacked(sums, with_matrices(sums, new)))
         if ranks.size == 1:
             return bases
         axes = ("outputs", "inputs")
@@ -169,9 +169,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
-        arguments = damping.of_gradients, damping.retry_double_precision
-        sums, blocks = self._factor_sums(), self._made_blocks()
-        return structure_of(sums, blocks, lambda block: block.inverse(*arguments))
+        return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
 
 
 def _without_rounding(squares: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Adds a batch to the sums of which the blocks of an approximation are made."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, combinations
 from math import prod
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, gradient_factor, input_factor, moment
 from curvlinops.layers.gradients import Piece, sum_of
+from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.recorded import UseGradient
-from curvlinops.layers.rules import Use
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     GRADIENTS,
@@ -32,12 +32,9 @@ from curvlinops.operators.vectors import (
     signed_hessian_roots,
 )
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.autograd_graph import output_shape
+from curvlinops.support.warnings import warn
 
-#: Why there may be no factors in the reduce setting.
-_AMBIGUOUS_ROWS = (
-    "some of its layer's rows have no gradient, so that it is not known which samples they belong "
-    "to, over which kfac_approx='reduce' averages ('expand' does not)"
-)
 _UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 
 
@@ -79,6 +76,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     """
     vectors = backpropagated(problem, samples, sums.options)
     at_output: set[LayerUse] = set()
+    padding = Padding(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
         groups = group_by_use(samples.by_use(u, last), sums.options.reduced)
         if chunk == 0:
@@ -89,9 +87,16 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             at_output = _at_output(groups, problem, samples, sums.options)
         exact = sums.exact_blocks
         pieces = chain(_exact_block_gradients(exact, groups, samples, u), samples.rest(u))
-        if chunk == 0:
+        padding.note(chain(*groups.values()))
+        if last:
             weights = {use: x for use, x in groups.items() if use.name not in exact}
-            _add_inputs(sums, weights, problem.attention_masks)
+            counts = _add_inputs(sums, weights, padding)
+            if not samples.weight and any(counts):
+                warn(
+                    f"Batch {problem.batch.index} has no term of the loss, since all its targets "
+                    "are ignored, but its inputs count in the averages A of KFAC. Leave it out, or "
+                    "let the model's attention_masks(X) be zero there."
+                )
         for use in list(groups):
             # memory of gradients that were added is given back at once
             contributions = groups.pop(use)
@@ -104,40 +109,69 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     sums.add(WEIGHT, samples.weight.double())
 
 
-def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
-    """Return the parameters whose gradients of samples are needed but not known, and why."""
-    reasons = {}
-    for use, contributions in groups.items():
-        is_reduced = use.name in options.reduced
-        is_open = any(x.recorded.possible for x in contributions)
-        # biases have no inputs, and sums over rows do not depend on zeros
-        if is_reduced and use.shape and not use.shape.is_bias and is_open:
-            reasons[use.name] = _AMBIGUOUS_ROWS
-        if (is_reduced or not use.shape) and any(x.is_unassigned for x in contributions):
-            reasons[use.name] = _UNASSIGNED
-    return reasons
-
-
-def _mask_of(contribution: UseGradient, masks: list[Tensor]) -> Tensor | None:
-    """Return which of a layer's rows count as inputs, ``[N, S]``; ``None`` if all do.
+class Padding:
+    """Finds out which of the layers' rows count as inputs of a batch: those that are no padding.
 
     Padding does not count, unless it has a gradient: then it predicts a token, or the mask is that
     of other sequences.
 
     Args:
-        contribution: The gradients of the layer's use.
-        masks: The masks of the batch's sequences, ``[N, T]``.
+        problem: The risk on the batch.
+        samples: The batch's forward pass.
+        options: The options of the approximation.
     """
-    gradient = contribution.gradient
-    if not masks or contribution.is_unassigned or not isinstance(gradient, FactoredGradient):
-        return None
-    g = gradient.output_gradients()
-    fitting = [mask for mask in masks if mask.shape == g.shape[1:3]]
-    if not fitting:
-        return None
-    has_gradient = g.flatten(3).ne(0).any(-1).any(0)
-    mask = min(fitting, key=lambda mask: int((has_gradient & ~mask).sum()))
-    return mask | has_gradient
+
+    def __init__(self, problem: BatchProblem, samples: SampleGradients, options: Options):
+        self._masks = problem.attention_masks
+        self._reached: dict[ParameterUse, Tensor] = {}
+        self._weight = samples.weight
+        pairs = combinations(self._masks, 2)
+        differ = any(a.shape == b.shape and not torch.equal(a, b) for a, b in pairs)
+        if differ and options.fisher_type is FisherType.FORWARD_ONLY:
+            u = problem.loss.gradient(samples.output, problem.batch.y)
+            self.note(samples.by_use(u.unsqueeze(0)))
+
+    def note(self, contributions: Iterable[UseGradient]) -> None:
+        """Note which rows have a gradient for some of the vectors."""
+        for contribution in contributions if self._masks else ():
+            gradient, use = contribution.gradient, contribution.recorded
+            if isinstance(gradient, FactoredGradient) and not contribution.is_unassigned:
+                reached = gradient.output_gradients().flatten(3).ne(0).any(-1).any(0)
+                self._reached[use] = reached | self._reached.get(use, False)
+
+    def counting(self, contribution: UseGradient) -> Tensor | None:
+        """Return which rows of a layer's use count, ``[N, S]``; ``None`` if all do.
+
+        Args:
+            contribution: The use's gradients.
+
+        Raises:
+            NotImplementedError: If masks of the same shape differ, and no row has a gradient.
+        """
+        reached = self._reached.get(contribution.recorded)
+        fitting = [x for x in self._masks if reached is not None and x.shape == reached.shape]
+        if not fitting:
+            return None
+        differ = any(not torch.equal(mask, fitting[0]) for mask in fitting)
+        if differ and not reached.any() and self._weight:
+            raise NotImplementedError(
+                f"Two masks of attention_masks(X) fit the layer of '{contribution.name}', and it "
+                "has no gradient that tells them apart. Pad the sequences to different lengths, "
+                "let the method return the mask of this layer only, or leave the parameter out."
+            )
+        conflicts = [int((reached & ~mask).sum()) for mask in fitting]
+        agreeing = [x for x, n in zip(fitting, conflicts, strict=True) if n == min(conflicts)]
+        return torch.stack(agreeing).all(0) | reached
+
+
+def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:
+    """Return the parameters whose gradients of samples are needed but not known, and why."""
+    reasons = {}
+    for use, contributions in groups.items():
+        is_reduced = use.name in options.reduced
+        if (is_reduced or not use.shape) and any(x.is_unassigned for x in contributions):
+            reasons[use.name] = _UNASSIGNED
+    return reasons
 
 
 def _at_output(
@@ -160,8 +194,10 @@ def _at_output(
     terms = loss.to_terms(numbers)[0]
     are_apart = options.exact or len(terms) == samples.num_samples
 
-    def has_terms_as_rows(use: Use) -> bool:
-        return torch.equal(use.to_rows(numbers).reshape(prod(use.row_shape), -1), terms)
+    def has_terms_as_rows(recorded: ParameterUse) -> bool:
+        use = recorded.use
+        rows = use.to_rows(numbers.reshape(1, *output_shape(recorded.node)))
+        return torch.equal(rows.reshape(prod(use.row_shape), -1), terms)
 
     return {
         use
@@ -173,25 +209,28 @@ def _at_output(
         and use.shape.outputs <= options.max_factor_size
         and not (use.shape.is_bias and use.shares_gradients)
         and (are_apart or use.name not in options.reduced)
-        and has_terms_as_rows(contributions[0].recorded.use)
+        and has_terms_as_rows(contributions[0].recorded)
     }
 
 
 def _add_inputs(
-    sums: FactorSums, groups: Mapping[LayerUse, list[UseGradient]], masks: list[Tensor]
-) -> None:
+    sums: FactorSums, groups: Mapping[LayerUse, list[UseGradient]], padding: Padding
+) -> list[Tensor]:
     """Add the inputs of all products to the sums for A; those of several layers are added once.
 
     Args:
         sums: The sums.
         groups: The gradients of each use.
-        masks: The masks of the batch's sequences, ``[N, T]``.
+        padding: Tells which inputs count, with the gradients of all vectors.
+
+    Returns:
+        The numbers of inputs.
     """
     options, layers = sums.options, dict[Hashable, list[tuple]]()
     for use, contributions in groups.items():
         if use.shape is None or use.shape.is_bias:
             continue
-        counting = [_mask_of(x, masks) for x in contributions]
+        counting = [padding.counting(x) for x in contributions]
         # whether inputs are averaged, get a one, and are too many for a matrix
         treatment = (
             use.name in options.reduced,
@@ -203,6 +242,7 @@ def _add_inputs(
             for x, mask in zip(contributions, counting, strict=True)
         )
         layers.setdefault((treatment, inputs), []).append((use, counting))
+    counts: list[Tensor] = []
     for (treatment, _), members in layers.items():
         use, counting = members[0]
         # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
@@ -212,6 +252,8 @@ def _add_inputs(
         key = tuple(uses if len(uses) == 1 else sorted(uses, key=repr))
         sums.add((key, INPUTS), moments)
         sums.add((key, INPUT_COUNT), count.double())
+        counts.append(count)
+    return counts
 
 
 def _add_gradients(sums: FactorSums, use: LayerUse, contributions: list[UseGradient]) -> None:

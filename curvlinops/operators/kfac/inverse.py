@@ -1,7 +1,8 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from math import isfinite, sqrt
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.operators.kfac.blocks import Block, Term
+from curvlinops.operators.kfac.stacks import single
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factor import Factor, invert, name_of_factor
+from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_number, without_graph
@@ -93,67 +95,59 @@ def _non_negative(value: Any) -> float | None:
     return number if isfinite(number) else None
 
 
-def inverse_factors(blocks: Sequence[Block], damping: Damping) -> dict[ParameterView, list[Factor]]:
-    """Return the damped inverses of the factors of blocks that are one Kronecker product.
+def inverses(
+    blocks: Sequence[Block], damping: Damping
+) -> Callable[[Block], StructuredLinearOperator]:
+    """Return the function that returns the damped inverse of a block, on its entries.
 
     A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
     share the factor of these, and its inverse if that has the same damping.
 
     Args:
-        blocks: All blocks.
-        damping: The damping of their factors.
-
-    Returns:
-        The inverses of B, and of A if there is one, by the first view of the block.
+        blocks: All blocks, single ones and stacks; the function takes those of the stacks, too.
+        damping: The damping.
     """
-    terms = {block.views[0]: block.terms[0] for block in blocks if len(block.terms) == 1}
-    names = {block.views[0]: ", ".join(block.names) for block in blocks}
-    weights = {block.views[0]: terms.get(block.weight) for block in blocks}
-    damped: dict[tuple, tuple[Factor, float | Tensor, str]] = {}
-    keys: dict[ParameterView, list[tuple]] = {}
-    for view, term in terms.items():
-        balanced = weights[view] or term if damping.use_heuristic_damping else None
-        keys[view] = [(factor, balanced) for factor in term.factors]
-        if damped.keys() >= set(keys[view]):
-            continue
-        dampings = damping.of(term, weights[view])
-        for i, (key, shift) in enumerate(zip(keys[view], dampings, strict=True)):
-            if key in damped:
-                continue
-            name, factor = f"Block {names[view]!r}: {name_of_factor(i)}", key[0]
-            damped[key] = factor, shift, name
-            if isinstance(shift, Tensor) and len(shift) > factor.groups:
-                # the bias of a convolution with groups has one factor for all of them
-                entries = shift.expand(-1, factor.rows // len(shift)).reshape(1, -1)
-                damped[key] = _with_diagonal(factor, entries), 0.0, name
-    inverses = invert(list(damped.values()), damping.retry_double_precision)
-    of = dict(zip(damped, inverses, strict=True))
-    return {view: [of[key] for key in pair] for view, pair in keys.items()}
+    weights: dict[tuple[ParameterView, int], Term] = {}
+    if damping.use_heuristic_damping:
+        for block in chain(blocks, single(blocks)):
+            if len(block.terms) == 1:
+                weights[block.views[0], len(block.members)] = block.terms[0]
+    known: dict[tuple[Factor, Term | None], Factor] = {}
+    accurate = damping.retry_double_precision
+
+    def inverse(block: Block) -> StructuredLinearOperator:
+        if not block.terms:
+            return block.operator().inverse(damping.of_gradients, accurate)
+        if len(block.terms) > 1:
+            damped = replace(block, terms=tuple(_damped(term, damping) for term in block.terms))
+            return damped.operator().inverse(retry_double_precision=accurate)
+        (term,) = block.terms
+        weight = weights.get((block.weight, len(block.members)))
+        balanced = (weight or term) if damping.use_heuristic_damping else None
+        keys = [(factor, balanced) for factor in term.factors]
+        if not known.keys() >= set(keys):
+            for i, (key, shift) in enumerate(zip(keys, damping.of(term, weight), strict=True)):
+                if key not in known:
+                    known[key] = _inverse(key[0], shift, name_of_factor(i), accurate)
+        return KroneckerProductLinearOperator(*(known[key] for key in keys))
+
+    return inverse
+
+
+def _inverse(factor: Factor, shift: float | Tensor, name: str, accurate: bool) -> Factor:
+    """Return a damped inverse; the damping may have more groups than the factor."""
+    if isinstance(shift, Tensor) and len(shift) > factor.groups:
+        # the bias of a convolution with groups has one factor for all of them
+        shifts = shift.expand(-1, factor.groups * factor.rows // len(shift))
+        factor, shift = _with_diagonal(factor, shifts.reshape(factor.groups, factor.rows)), 0.0
+    return factor.inverse(shift, name, accurate)
 
 
 def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
-    """Return the sum of a factor with one group and a diagonal ``[1, n]``."""
+    """Return the sum of a factor and diagonals, ``[G, n]``."""
     entries = entries.to(factor.tensor)
     tensor = factor.tensor + (entries if factor.is_diagonal else torch.diag_embed(entries))
     return Factor(tensor, symmetric=True, psd=True)
-
-
-def inverse_block(
-    block: Block, inverses: Mapping[ParameterView, list[Factor]], damping: Damping
-) -> StructuredLinearOperator:
-    """Return the damped inverse of a block, on its entries.
-
-    Args:
-        block: The block.
-        inverses: The inverses of damped factors by the first view of the block.
-        damping: The damping of blocks without factors.
-    """
-    if not block.terms:
-        return block.operator().inverse(damping.of_gradients, damping.retry_double_precision)
-    if len(block.terms) == 1:
-        return KroneckerProductLinearOperator(*inverses[block.views[0]])
-    damped = replace(block, terms=tuple(_damped(term, damping) for term in block.terms))
-    return damped.operator().inverse(retry_double_precision=damping.retry_double_precision)
 
 
 def _damped(term: Term, damping: Damping) -> Term:
@@ -226,7 +220,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
             damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
         inverse = A._damped_inverse(self._damping)
-        super().__init__(list(inverse), A.space, inverse.layouts, inverse.ranks)
+        super().__init__(*inverse._arguments_with(inverse._stacks, A.space))
 
     def _arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self._damping, field.name) for field in fields(Damping)}

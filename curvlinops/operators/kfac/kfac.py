@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops.layers.capture import RecordedUse
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac import storage
@@ -24,10 +23,9 @@ from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
-    inverse_block,
-    inverse_factors,
+    inverses,
 )
-from curvlinops.operators.kfac.layout import assemble, structure_of, with_matrices
+from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     FactorsByModule,
@@ -44,6 +42,7 @@ from curvlinops.operators.kfac.options import (
     reduced_parameters,
 )
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
+from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.origin import origin_of
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
@@ -69,7 +68,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     Averages over inputs leave padding out if the model has a method ``attention_masks(X)``. It
     returns a list of masks ``[N, T]``, zero at padding. A layer's positions do not count where a
-    mask of their shape is zero and the backpropagated vectors are zero.
+    mask of their shape is zero and the backpropagated vectors are zero. Masks that are zero where a
+    vector is not are those of other sequences.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
@@ -211,7 +211,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         sums = self._no_sums(names)
         with self._on_all_ranks("partitions"), self._batches("partitions") as problems:
             first = islice(problems, 1)
-            for _, samples in self._forward_passes(first, sums, lambda uses: []):
+            for _, samples in self._forward_passes(first, sums):
                 groups = group_by_use(samples.uses(), self._options.reduced)
                 uses = Uses(frozenset(groups), samples.fallbacks)
         uses = reduce(Uses.union, ranks.gather_objects(uses))
@@ -303,7 +303,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Replace the sums, and drop the matrices that were made of the previous ones."""
         self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._made: list[Block] | None = None
+        self._made: tuple[list[Block], list[Block]] | None = None
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         """Return the means over batches.
@@ -315,7 +315,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         new, ranks = sums.emptied(), self.risk.ranks
         task = "factors" if batches is None else "update"
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
-            for problem, samples in self._forward_passes(problems, new, new.need_samples):
+            for problem, samples in self._forward_passes(problems, new):
                 add_batch(new, problem, samples)
         uses = reduce(Uses.union, ranks.gather_objects(new.uses))
         with ranks.raise_on_all_ranks():
@@ -333,16 +333,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self,
         problems: Iterable[BatchProblem],
         sums: FactorSums,
-        need_samples: Callable[[list[RecordedUse]], list[RecordedUse]],
     ) -> Iterator[tuple[BatchProblem, SampleGradients]]:
         """Yield batches that have samples with their forward passes, and count all batches."""
         for problem in problems:
             batch = problem.batch
             numbered = problem.on(Batch(sums.num_batches, batch.X, batch.y), sums.space)
             backward = numbered.rules(SampleBackward, type(self).__name__, True, True)
-            # masks of sequences are compared with the samples of all rows
-            needed = (lambda uses: uses) if numbered.attention_masks else need_samples
-            samples = backward.capture(numbered, needed)
+            samples = backward.capture(numbered)
             self._check_terms(numbered, samples)
             sums.num_batches += 1
             if samples.num_samples:
@@ -368,9 +365,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Show a function what the factors are made of: each layer's inputs and output gradients.
 
         With c the number that is returned, ``c * sum vec(G) vec(G)^T`` over all vectors, samples
-        and batches is the block of the weight that its factors approximate, with the gradients G of
-        ``CapturedLayer``. Layers that use a weight several times are shown once for each use.
-        Parameters that are in no product with a matrix are not shown.
+        and batches is the block of the weight that its factors approximate, with G the
+        ``weight_gradients()`` of a ``CapturedLayer``. Layers that use a weight several times are
+        shown once for each use, and their G have to be added up first. Uses in no product with a
+        matrix are not shown.
 
         Args:
             visit: Is called for each use of a weight on each batch, with a ``CapturedLayer``.
@@ -383,7 +381,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         sums, weight = self._no_sums(self.space.names), 0.0
         with self._on_all_ranks("layers"), self._batches("layers") as problems:
-            for problem, samples in self._forward_passes(problems, sums, lambda uses: uses):
+            for problem, samples in self._forward_passes(problems, sums):
                 for layer in captured_layers(problem, samples, self._options):
                     visit(layer)
                 weight = weight + samples.weight
@@ -532,19 +530,27 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The approximation as a block-diagonal operator."""
         self._factor_sums()
         if self._structure is None:
-            self._structure = structure_of(self._sums, self._made_blocks())
+            self._structure = assemble(self._stacks(), self._sums)
         return self._structure
 
     @abstractmethod
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
         """Return the damped inverse."""
 
-    def _made_blocks(self) -> list[Block]:
-        """Return all blocks with their matrices."""
+    def _stacks(self) -> list[Block]:
+        """Return all blocks with their matrices, equal ones as stacks."""
         sums = self._factor_sums()
         if self._made is None:
-            self._made = with_matrices(sums)
-        return self._made
+            made = with_matrices(sums)
+            # other processes have other blocks; those in files are not read before they are used
+            is_apart = self._is_partitioned or self.directory is not None
+            self._made = made, made if is_apart else stacked(sums, made)
+        return self._made[1]
+
+    def _made_blocks(self) -> list[Block]:
+        """Return all blocks with their matrices, one by one."""
+        self._stacks()
+        return self._made[0]
 
     def _own_blocks(self) -> list[Block]:
         """Return the blocks whose matrices this process has."""
@@ -568,6 +574,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         super().to_device(device)
         self._set_sums(None if self._sums is None else self._sums.to(self.space))
         return self
+
+    @property
+    def _takes_whole(self) -> bool:
+        return not self.domain.is_sharded
 
     _apply = of_structure(StructuredLinearOperator._apply)
     _apply_restricted = of_structure(StructuredLinearOperator._apply_restricted)
@@ -595,14 +605,11 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        blocks = self._made_blocks()
         if not damping.use_exact_damping:
-            with self.risk.ranks.raise_on_all_ranks():
-                inverses = inverse_factors([x for x in blocks if x.is_here], damping)
-            build = partial(inverse_block, inverses=inverses, damping=damping)
-            return assemble(blocks, self._factor_sums(), build)
+            stacks = self._stacks()
+            return assemble(stacks, self._factor_sums(), inverses(stacks, damping))
         with self.structure._raising_together():
-            for block in blocks:
+            for block in self._made_blocks():
                 is_sum = damping.of_gradients and len(block.terms) > 1
                 if is_sum and block.is_here and not block.operator().can_be_written:
                     raise ValueError(

@@ -69,7 +69,9 @@ def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> li
                 if (A := inputs.get((keys, size))) is None:
                     A = inputs[keys, size] = _input_factor(sums, keys, size)
             terms.append(Term(shape, gradients[sources], A))
-        blocks.append(replace(block, terms=tuple(terms)))
+        matrix = sums.tensors.get((block.views, MOMENT))
+        basis = None if matrix is None else sums.bases[block.views]
+        blocks.append(replace(block, terms=tuple(terms), matrix=matrix, basis=basis))
     return blocks
 
 
@@ -105,7 +107,8 @@ def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
         number = total(counts)
         number = number.masked_fill(number == 0, 1.0)
         tensors = [count / number * x for count, x in zip(counts, tensors, strict=True)]
-    tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
+    if any(x.shape[1] > size for x in tensors):
+        tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
     return moment_factor(total(tensors))
 
 
@@ -113,36 +116,10 @@ def _zeros(size: int, space: ParameterSpace) -> Tensor:
     return torch.zeros(1, size, dtype=space.dtype, device=space.device)
 
 
-def structure_of(
-    sums: FactorSums,
-    blocks: Iterable[Block],
-    function: Callable[[StructuredLinearOperator], StructuredLinearOperator] = lambda x: x,
-) -> BlockDiagonalLinearOperator:
-    """Return the approximation as a matrix, or that of a function of each block.
-
-    Args:
-        sums: The means.
-        blocks: The blocks, with their matrices.
-        function: The function.
-    """
-
-    def build(block: Block) -> StructuredLinearOperator:
-        if (basis := sums.bases.get(block.views)) is None:
-            return function(block.operator())
-        return function(basis.diagonal(sums.tensors[block.views, MOMENT]))
-
-    ordered = []
-    for block in blocks:
-        if (basis := sums.bases.get(block.views)) is not None:
-            block = replace(block, terms=(Term(basis.shape),))  # entries have the basis's order
-        ordered.append(block)
-    return assemble(ordered, sums, build)
-
-
 def assemble(
     blocks: Iterable[Block],
     sums: FactorSums,
-    build: Callable[[Block], StructuredLinearOperator],
+    build: Callable[[Block], StructuredLinearOperator] = Block.operator,
 ) -> BlockDiagonalLinearOperator:
     """Return the matrix of all blocks.
 
@@ -162,13 +139,27 @@ def assemble(
     with nullcontext() if ranks is None else ranks.raise_on_all_ranks():
         for block in blocks:
             if block.is_here:
-                with about(block.names):
-                    operators.append(build(block))
+                operators.append(_built(block, build))
             else:
                 size = block.layout.size
                 operators.append(RemoteLinearOperator(size, space.dtype, space.device))
     layouts = [block.layout for block in blocks]
     return BlockDiagonalLinearOperator(operators, space, layouts, ranks)
+
+
+def _built(
+    block: Block, build: Callable[[Block], StructuredLinearOperator]
+) -> StructuredLinearOperator:
+    """Return the operator of a block; errors name it, or one of the blocks that it stacks."""
+    if not block.members:
+        with about(block.names):
+            return build(block)
+    try:
+        return build(block)
+    except (ValueError, RuntimeError):
+        for member in block.members:
+            _built(member, build)
+        raise
 
 
 def _unused_blocks(views: Sequence[ParameterView], space: ParameterSpace) -> Iterator[Block]:

@@ -6,6 +6,7 @@ from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.structured.layout import ParameterView
+from curvlinops.support.groups import connected
 
 
 def units(
@@ -18,15 +19,9 @@ def units(
         names: All parameters.
         together: Further parameters that belong together.
     """
-    groups = [{use.name, use.partner.name} for use in uses.known if use.partner is not None]
-    group_of = {name: {name} for name in names}
-    for group in (*groups, *together):
-        union = set().union(*(group_of[name] for name in group))
-        group_of |= dict.fromkeys(union, union)
-    members: dict[int, list[str]] = {}
-    for name in names:
-        members.setdefault(id(group_of[name]), []).append(name)
-    return list(members.values())
+    pairs = [{use.name, use.partner.name} for use in uses.known if use.partner is not None]
+    groups = connected([*([name] for name in names), *pairs, *filter(None, together)])
+    return [[names[i] for i in group if i < len(names)] for group in groups]
 
 
 def num_entries(

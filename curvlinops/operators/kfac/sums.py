@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.layers.capture import RecordedUse
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import (
     COUNTS,
@@ -21,7 +20,7 @@ from curvlinops.operators.kfac.blocks import (
     Uses,
     plan_blocks,
 )
-from curvlinops.operators.kfac.options import Fallback, Options
+from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
@@ -76,25 +75,6 @@ class FactorSums:
     def exact_blocks(self) -> dict[str, Block]:
         """The exact blocks, or diagonals of these, by parameter."""
         return {block.names[0]: block for block in self.blocks if block.is_exact}
-
-    def need_samples(self, uses: list[RecordedUse]) -> list[RecordedUse]:
-        """Return the uses of which it matters which rows belong to which sample.
-
-        Factors in the expand setting are sums over all rows. Exact blocks are of samples; which
-        parameters get one as a fallback is known after the first batch.
-        """
-        options = self.options
-        if not self.blocks and options.fallback is not Fallback.ERROR:
-            return uses
-        names = options.reduced.union(self.exact_blocks)
-        return [
-            use
-            for use in uses
-            if use.lookup is not None
-            or not (use.use.is_product or use.use.is_bias)
-            or use.entries is None
-            or not names.isdisjoint(use.origins)
-        ]
 
     def with_uses(self, uses: Uses) -> "FactorSums":
         """Return the sums for the blocks that these uses lead to.

@@ -1,0 +1,303 @@
+"""Compares derivatives where autograd cannot be trusted: through custom functions, and hooks.
+
+PyTorch cannot know whether the backward of a custom ``torch.autograd.Function`` can be
+differentiated: it is any Python code. A backward that detaches, or uses what the forward kept
+outside of the graph, gives a Hessian that lacks a part, without an error, and is still symmetric.
+So does a hook that replaces a gradient, as in deep equilibrium models, and a fused loss that
+computes its gradient in the forward pass.
+
+Each parameter is compared by itself, with a tolerance that is measured, so that a small part of the
+model, such as a gate or an adapter, counts like a large one.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.support.norms import double_dot, double_norm
+from curvlinops.support.warnings import warn
+
+#: The smallest tolerance of products that are computed in two ways, relative to each parameter's.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: The smallest tolerance of differences, relative to each parameter's.
+_DIFFERENCES = {torch.float64: 1e-6, torch.float32: 3e-4}
+#: Other step sizes are tried while the relative tolerance of differences is larger.
+_GOOD = 1e-2
+#: Differences with a larger relative tolerance do not tell whether a product is right.
+_LARGEST = 0.2
+#: Parameters whose gradients differ by less than this factor are compared together.
+_SIMILAR = 30.0
+#: The factors of the step sizes that are tried one after the other.
+_STEPS = (1, 8, 64)
+#: The number of directions along which a product must be wrong.
+_NUM_DIRECTIONS = 3
+
+Tensors = Mapping[str, Tensor]
+
+
+def can_compare(dtypes: Iterable[torch.dtype]) -> bool:
+    """Return whether differences are accurate in these dtypes."""
+    return set(dtypes) <= _DIFFERENCES.keys()
+
+
+# --- linear maps and their adjoints
+
+
+def compare_adjoint(
+    jvp: Callable[[Tensors], Tensor],
+    vjp: Callable[[Tensor], Tensors],
+    inputs: Tensors,
+    output: Tensor,
+    dtypes: Iterable[torch.dtype],
+) -> tuple[bool, dict[str, float]]:
+    """Compare two functions that multiply by a matrix J, and by its transpose.
+
+    ``<w, J v>`` is compared with ``<J^T w, v>`` for random w. The random v is scaled such that each
+    input counts equally. The rounding error of ``J^T w`` is measured: it is linear in w.
+
+    Args:
+        jvp: Returns ``J v``.
+        vjp: Returns ``J^T w``, of the inputs where it is not zero.
+        inputs: Tensors like v, by name.
+        output: A tensor like w.
+        dtypes: The dtypes in which both compute.
+
+    Returns:
+        Whether they agree, and the sizes of ``J^T w``, by which this was compared.
+    """
+    tolerance = max(_ROUNDING.get(dtype, 0.05) for dtype in dtypes)
+    w = list(_randn(output, 2, seed=0))
+    dots, sums, sizes = [], dict[str, Tensor](), dict[str, float]()
+    for one in w:
+        grads = vjp(one)
+        dots.append({n: double_dot(z, grads[n]) for n, z in directions(inputs, grads, seed=1)})
+        sizes |= {name: float(double_norm(x)) for name, x in grads.items()}
+        sums = {name: sums[name] + x if name in sums else x for name, x in grads.items()}
+    rounding = {n: float(double_norm(sums[n] - x)) for n, x in vjp(w[0] + w[1]).items()}
+    # an input whose gradient is zero but for rounding counts little
+    limits = {n: max(size, 0.1 * rounding[n] / tolerance) for n, size in sizes.items()}
+    scales = {name: 1 / limit for name, limit in limits.items() if limit > 1e-30}
+    if not scales:
+        return True, sizes
+    noise = sum((scales[name] * rounding[name]) ** 2 for name in scales) ** 0.5
+    Jv = jvp({name: scales[name] * z for name, z in directions(inputs, scales, seed=1)})
+    errors = [
+        float(double_dot(one, Jv)) - sum(scale * float(d[name]) for name, scale in scales.items())
+        for one, d in zip(w, dots, strict=True)
+    ]
+    is_right = max(map(abs, errors)) <= 10 * noise + tolerance * len(scales) ** 0.5
+    return is_right, sizes
+
+
+def directions(like: Tensors, names: Container[str], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield random tensors for some names, one at a time, the same for the same seed."""
+    for number, (name, x) in enumerate(like.items()):
+        if name in names:
+            yield name, _randn(x, 1, seed + 1000 * number)[0]
+
+
+def _randn(like: Tensor, num: int, seed: int) -> Tensor:
+    generator = torch.Generator(like.device).manual_seed(seed)
+    options = {"dtype": like.dtype, "device": like.device, "generator": generator}
+    return torch.randn(num, *like.shape, **options)
+
+
+# --- derivatives and differences
+
+
+class Gradient(NamedTuple):
+    """A gradient as a function of some tensors, and its derivative.
+
+    Attributes:
+        at: The tensors, by name.
+        near: Other ones, at which gradients have their usual size.
+        function: Returns the gradient at such tensors, by the same names.
+        product: Multiplies vectors, for some of the names, by the derivative.
+        suspects: The names for which the derivative may be wrong.
+        norms: Returns the norms of those parts of a gradient that are compared by themselves.
+    """
+
+    at: Tensors
+    near: Tensors
+    function: Callable[[Tensors], Tensors]
+    product: Callable[[Tensors], Tensors]
+    suspects: Iterable[str]
+    norms: Callable[[Tensors], Tensor]
+
+
+def check_derivative(
+    gradient: Gradient, dtypes: Iterable[torch.dtype], what: str, remedy: str
+) -> None:
+    """Compare products with the derivative of a gradient with central differences.
+
+    Args:
+        gradient: The gradient.
+        dtypes: The dtypes in which it is computed, see ``can_compare``.
+        what: Names the derivative in messages.
+        remedy: What helps if it is wrong.
+
+    Raises:
+        RuntimeError: If a part of a product differs by more than the errors of both.
+    """
+    differences, unclear = _Differences(gradient, set(dtypes)), list[str]()
+    for names in differences.groups():
+        wrong: Tensor | bool = True
+        for seed in range(_NUM_DIRECTIONS):
+            found = differences.along(names, seed)
+            wrong = wrong & found.are_wrong
+            if not bool(wrong.any()):
+                break
+        else:
+            error = float((found.errors / found.sizes.maximum(found.errors))[wrong].max())
+            raise RuntimeError(
+                f"{what}{_along(names)} is off by {error:.1e} from central differences. {remedy}"
+            )
+        if found.are_unclear:
+            unclear += names
+    if unclear:
+        warn(
+            f"{what}{_along(unclear)} could not be compared: differences are too inaccurate. "
+            f"{remedy}"
+        )
+
+
+def _along(names: list[str]) -> str:
+    """Return the names of parameters, for messages."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f" along {', '.join(map(repr, names[:3]))}{more}" if names != [""] else ""
+
+
+class _Found(NamedTuple):
+    """How products differ from differences, for each part ``[G]``.
+
+    Attributes:
+        errors: The norms of what differs.
+        sizes: The norms of the differences.
+        are_wrong: Whether that is more than the errors of the differences.
+        are_unclear: Whether the differences do not tell whether the products are right.
+    """
+
+    errors: Tensor
+    sizes: Tensor
+    are_wrong: Tensor
+    are_unclear: bool
+
+
+class _Differences:
+    """Central differences of a gradient.
+
+    Args:
+        gradient: The gradient.
+        dtypes: The dtypes in which it is computed.
+    """
+
+    def __init__(self, gradient: Gradient, dtypes: set[torch.dtype]):
+        self._gradient = gradient
+        self._smallest = max(_DIFFERENCES[dtype] for dtype in dtypes)
+        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        at, eps = gradient.at, self._eps
+        self._here = gradient.function(at)
+        self._near = gradient.function(gradient.near)
+        rounded = gradient.function(
+            {name: at[name] * (1 + eps * z) for name, z in directions(at, at, seed=1)}
+        )
+        self._rounding, norms = _minus(rounded, self._here), gradient.norms
+        #: The rounding errors of gradients: measured, and at least that of their usual size.
+        usual = torch.maximum(norms(self._here), norms(self._near).nan_to_num(nan=0.0))
+        self._noise = torch.maximum(norms(self._rounding), eps * usual)
+
+    def groups(self) -> Iterator[list[str]]:
+        """Yield suspects of similar influence, the size of their gradients.
+
+        Others would hide those of little influence. Gradients of rounding errors are zero.
+        """
+        sizes = {name: float(double_norm(self._near[name])) for name in self._gradient.suspects}
+        zero = {n for n, size in sizes.items() if double_norm(self._rounding[n]) >= 0.1 * size}
+        group, largest = list[str](), 0.0
+        for name in sorted(sizes.keys() - zero, key=lambda name: -sizes[name]):
+            if group and sizes[name] * _SIMILAR < largest:
+                yield group
+                group = []
+            largest = largest if group else sizes[name]
+            group.append(name)
+        if group:
+            yield group
+
+    def along(self, names: list[str], seed: int) -> _Found:
+        """Compare a product with a random vector for some of the names.
+
+        Each part is compared with the step size that is best for it.
+        """
+        at, near = self._gradient.at, self._near
+        some = {name: at[name] for name in names}
+        # not along entries whose gradient is zero by definition, such as rows of padding; others
+        # may be zero by accident, but not at parameters nearby
+        draws = directions(at, some, seed + 2)
+        v = {name: torch.where(near[name] == 0, 0.0, z) for name, z in draws}
+        product = self._gradient.product(v)
+        step = self._eps**0.4 * max(_mean_size(some), 0.1 * _mean_size(at), 1e-3)
+        best: Tensor | None = None
+        for factor in _STEPS:
+            found = self._differ(product, v, factor * step)
+            if best is not None:
+                found = torch.where(_ratio(found) <= _ratio(best), found, best)
+            best = found
+            if bool((_ratio(best) <= _GOOD).all()):
+                break
+        errors, tolerances, sizes, uncertainty, rounding, kinks = best
+        is_off, is_zero = errors > tolerances, (errors == 0) & (sizes == 0)
+        is_told = is_zero | (_ratio(best) <= _LARGEST)
+        # what is zero but for rounding errors agrees with differences of rounding errors
+        is_unclear = is_off | ~is_told & ~(uncertainty <= rounding)
+        are_unclear = bool((is_unclear & self._are_named(names)).any()) or not bool(is_told.any())
+        return _Found(errors, sizes, is_off & (errors > 2 * kinks), are_unclear)
+
+    def _differ(self, product: Tensors, v: Tensors, h: float) -> Tensor:
+        """Compare a product with two differences, the narrow one of step size h.
+
+        Returns:
+            Errors, tolerances and sizes; uncertainty and rounding errors, of which a tolerance
+            consists; and what a kink may change, ``[6, G]``.
+        """
+        at, function, norms = self._gradient.at, self._gradient.function, self._gradient.norms
+
+        def moved(width: float) -> Tensors:
+            return function({**at, **{name: at[name] + width * z for name, z in v.items()}})
+
+        slopes = []
+        for width in (2 * h, h):
+            plus, minus = moved(width), moved(-width)
+            slopes.append({n: (x - minus[n]) / (2 * width) for n, x in plus.items()})
+        sizes, uncertainty = norms(slopes[1]), 3 * norms(_minus(*slopes))
+        errors = torch.minimum(*(norms(_minus(product, slope)) for slope in slopes))
+        rounding = 5 * self._noise / h + self._eps * norms(product).max()
+        tolerances = rounding + torch.maximum(uncertainty, self._smallest * sizes)
+        # slopes on both sides differ: differences of any width are their mean
+        kinks = norms({n: x + minus[n] - 2 * self._here[n] for n, x in plus.items()}) / (2 * h)
+        found = torch.stack([errors, tolerances, sizes, uncertainty, rounding, kinks])
+        return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+    def _are_named(self, names: list[str]) -> Tensor:
+        """Return which parts are the gradients of some names; none if parts have no names."""
+        at, parts = self._gradient.at, torch.zeros_like(self._noise, dtype=torch.bool)
+        if len(at) == len(parts):
+            parts[[number for number, name in enumerate(at) if name in names]] = True
+        return parts
+
+
+def _ratio(found: Tensor) -> Tensor:
+    """Return the relative tolerances, infinite where differences are zero or no numbers."""
+    _, tolerances, sizes, *_ = found
+    return (tolerances / sizes).nan_to_num(nan=torch.inf)
+
+
+def _minus(x: Tensors, y: Tensors) -> Tensors:
+    return {name: one - y[name] for name, one in x.items()}
+
+
+def _mean_size(tensors: Tensors) -> float:
+    """Return the root mean square of all entries."""
+    num = sum(x.numel() for x in tensors.values())
+    return (sum(float(double_norm(x)) ** 2 for x in tensors.values()) / max(num, 1)) ** 0.5

@@ -1,0 +1,90 @@
+"""Refuses calls that write to the user's parameters."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops.support.read_only import address_of, written
+from curvlinops.support.torch_internals import modules_of, tensor_tables
+
+#: Methods with the name of one that writes, which leave the values as they are.
+_HARMLESS = {"requires_grad_", "detach_"}
+
+
+class Protected:
+    """The parameters of model and loss, frozen ones too, to which calls must not write.
+
+    A model computes with tensors that share the memory of the user's parameters, so that writing to
+    one, or to a view of it, would change the user's model. It is refused before it happens.
+
+    Args:
+        roots: The modules of model and loss.
+        params: Parameters that need not be registered.
+        source_of: Returns the parameter of which a tensor was gathered, ``None`` for others.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        params: Mapping[str, Tensor] | None = None,
+        source_of: Callable[[Tensor], Tensor | None] | None = None,
+    ):
+        self._roots, self._params, self._source_of = roots, params or {}, source_of
+        # what modules have now: they may have other tensors once they are called
+        modules = [x for x in modules_of(roots) if not isinstance(x, torch.jit.ScriptModule)]
+        tables = [(module, tensor_tables(module)[0]) for module in modules]
+        self._tables = [(module, dict(dict.items(table))) for module, table in tables if table]
+
+    def check(self, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a call that writes to a parameter; only for calls of functions that write.
+
+        Raises:
+            ValueError: If it does; the message names the parameter and remedies.
+        """
+        if func.__name__ in _HARMLESS:
+            return
+        for tensor in written(func, args, kwargs):
+            # where autograd records, it refuses to write to parameters and their views itself
+            if tensor.grad_fn is not None and torch.is_grad_enabled():
+                continue
+            if (name := self._name_of(func, tensor)) is not None:
+                raise ValueError(
+                    f"The model, or its loss, writes to parameter '{name}' (by {_spelt(func)}), "
+                    "which would change your model. Use a new tensor in its place, such as w = "
+                    "F.normalize(self.weight) or w = self.weight.clamp(-1, 1), which counts in "
+                    "derivatives; or move the update into the training loop, such as that of a "
+                    "moving average. If only a first call writes, as in data-dependent "
+                    "initialization, call the model once before, in the same mode."
+                )
+
+    def _name_of(self, func: Callable, tensor: Tensor) -> str | None:
+        """Return the name of the parameter that a call changes by writing to a tensor."""
+        own, by_address = self._names
+        if func.__name__ == "__set__":  # gives new memory to this very tensor
+            return own.get(id(tensor)) if func.__self__.__name__ == "data" else None
+        if self._source_of is not None and (source := self._source_of(tensor)) is not None:
+            return own[id(source)]
+        return by_address.get(address_of(tensor))
+
+    @cached_property
+    def _names(self) -> tuple[dict[int, str], dict[int | None, str]]:
+        """The names of the user's own tensors, by id and by address."""
+        prefixes = {child: name for root in self._roots for name, child in root.named_modules()}
+        found = {
+            f"{prefixes.get(module, '')}.{name}".lstrip("."): x
+            for module, table in self._tables
+            for name, x in table.items()
+            if x is not None
+        }
+        found |= self._params
+        by_address = {address_of(x): name for name, x in found.items()}
+        by_address.pop(None, None)
+        return {id(x): name for name, x in found.items()}, by_address
+
+
+def _spelt(func: Callable) -> str:
+    """Return how a user writes a function."""
+    return ".data = ..." if func.__name__ == "__set__" else func.__name__

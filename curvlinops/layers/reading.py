@@ -1,0 +1,286 @@
+"""Reads off autograd's graph how a forward pass has used parameters.
+
+Each node of the graph names its operation and has saved what its backward pass needs. A *use* is a
+node at which a parameter, or a function of parameters alone, meets data.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from torch.autograd.graph import GradientEdge
+
+from curvlinops.layers.elementwise import elementwise
+from curvlinops.layers.gradients import Entries
+from curvlinops.layers.linear import factor
+from curvlinops.layers.rules import RULES, Use, use_of
+from curvlinops.layers.sample_axis import SampleAxis
+from curvlinops.layers.views import COPIES, RESHAPES, ViewOf, is_view
+from curvlinops.support.autograd_graph import (
+    has_plain_shape,
+    is_custom,
+    metadata,
+    output_shape,
+    shape_of_input,
+)
+
+#: Products of two or three factors.
+PRODUCTS = {f"{name}Backward0" for name in ["Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Dot"]}
+PRODUCTS |= {"SparseAddmmBackward0", "TrilinearBackward0", "ConvolutionBackward0"}
+
+#: Nodes that read entries of a tensor at indices.
+LOOKUPS = {f"{name}Backward0" for name in ["Embedding", "Index", "IndexSelect", "Gather", "Take"]}
+
+#: Products to which a bias is added after they are reshaped.
+_WITH_BIAS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "TrilinearBackward0"}
+
+# --- what is read
+
+
+class LookedUp(NamedTuple):
+    """A lookup in a table at constant indices, such as those of positions.
+
+    Attributes:
+        output: The rows that were looked up, a function of the table.
+        use: The way in which these depend on the table.
+        table: The table: a parameter, or a function of parameters.
+        view_of: Its entries of a parameter, ``None`` if it is another function.
+    """
+
+    output: GradientEdge
+    use: Use
+    table: GradientEdge
+    view_of: ViewOf | None
+
+    @property
+    def entries(self) -> Entries | None:
+        """The entries of a parameter that the table has, in the order of gradients."""
+        return self.view_of and self.view_of.entries(self.use)
+
+
+@dataclass(eq=False)
+class ParameterUse:
+    """A node at which a parameter, or a function of parameters, meets data.
+
+    Attributes:
+        call: The number of the product, the same for a product with a weight and its bias.
+        node: The node.
+        use: The way in which the node's output depends on the argument.
+        source: The argument: a parameter, or a function of parameters.
+        view_of: Its entries of a parameter, ``None`` if it is another function.
+        lookup: The lookup whose rows the argument is a function of, row by row; ``None`` without.
+        names: The parameters of which the argument is a function.
+        samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
+    """
+
+    call: int
+    node: Any
+    use: Use
+    source: GradientEdge
+    view_of: ViewOf | None
+    lookup: LookedUp | None
+    names: tuple[str, ...]
+    samples: SampleAxis | None = None
+
+    @property
+    def edge(self) -> GradientEdge:
+        """The edge that the gradient of the node's output passes."""
+        return GradientEdge(self.node, 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the argument."""
+        return output_shape(*self.source[:2])
+
+    @property
+    def entries(self) -> Entries | None:
+        """The entries of a parameter that the argument is, in the order of gradients."""
+        return self.view_of and self.view_of.entries(self.use)
+
+
+# --- reading
+
+
+#: Identifies a node by the way in which it depends on parameters.
+Signature = int
+
+#: Returns whether a node, whose inputs with gradients are functions of parameters, is a function
+#: of parameters as well; ``None`` if that is not known.
+IsFunction = Callable[[Any, Signature], bool | None]
+
+
+class Reading:
+    """The uses of parameters in a graph.
+
+    Args:
+        order: All nodes of the graph, inputs before what uses them.
+        leaves: The leaves of the graph that are parameters, and their names.
+        shapes: The shapes of the parameters, in their order.
+        is_function: Tells functions of parameters from uses.
+
+    Attributes:
+        uses: The uses.
+        unread: The parameters that meet data at a node whose rule is not known.
+        roles: Whether nodes with functions of parameters among their inputs return such functions,
+            or some of those that depend on parameters in the same way.
+        has_open: Whether ``is_function`` did not know one of them, which is a use here.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Any],
+        leaves: Mapping[Any, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        is_function: IsFunction,
+    ):
+        self._order, self._asked = order, is_function
+        self._leaves, self._shapes = leaves, shapes
+        #: The functions of parameters, and the parameters that they depend on.
+        self._names: dict[Any, tuple[str, ...]] = {node: (name,) for node, name in leaves.items()}
+        self._signatures: dict[Any, Signature] = {x: hash(name) for x, name in leaves.items()}
+        self._views: dict[tuple[Any, int], ViewOf | None] = {}
+        self._products: dict[Any, int] = {}
+        self._consumers: dict[Any, list[tuple[Any, int]]] | None = None
+        self._expanded: dict[Any, Any] = {}
+        self.uses: list[ParameterUse] = []
+        self.unread: set[str] = set()
+        self.roles: dict[Signature, bool] = {}
+        self.has_open = False
+        for number, node in enumerate(order):
+            edges = node.next_functions
+            own = [i for i, (source, _) in enumerate(edges) if source in self._names]
+            if own:
+                self._read(number, node, own)
+
+    def _read(self, number: int, node: Any, own: list[int]) -> None:
+        """Find out whether a node is a function of parameters, or uses one."""
+        edges = node.next_functions
+        sources = [edges[i] for i in own]
+        functions = tuple((self._signatures[source], number) for source, number in sources)
+        signature = hash((node.name(), functions))
+        is_alone = len(own) == sum(source is not None for source, _ in edges)
+        is_function = is_alone and self._is_function(node, signature)
+        self.roles[signature] = is_function or self.roles.get(signature, False)
+        if is_function:
+            self._signatures[node] = signature
+            names = dict.fromkeys(name for source, _ in sources for name in self._names[source])
+            self._names[node] = tuple(names)
+            return
+        for position in reversed(own):  # a bias comes in front of the factors
+            source = GradientEdge(*edges[position])
+            names = self._names[source.node]
+            use, source = self._use(node, position, source)
+            if use is None:
+                self.unread.update(names)
+                continue
+            call = self._products.setdefault(node, number)
+            product = self._product(node, position)
+            if product is not None:
+                call, use.is_bias, use.joins_weight = product, True, True
+            view = self.view_of(*source[:2])
+            lookup = None if view else self._lookup(*source[:2])
+            self.uses.append(ParameterUse(call, node, use, source, view, lookup, names))
+
+    def _is_function(self, node: Any, signature: Signature) -> bool:
+        """Return whether a node whose inputs with gradients are functions of parameters is one."""
+        if self._is_expanded(node) or is_view(node):
+            return True
+        known = self._asked(node, signature)
+        self.has_open |= known is None
+        return bool(known)
+
+    def _use(
+        self, node: Any, position: int, source: GradientEdge
+    ) -> tuple[Use | None, GradientEdge]:
+        """Return the use of an input, and the function of parameters that it is the use of."""
+        if source.node in self._expanded:  # only a product of batches uses what is expanded
+            inner = self._expanded[source.node]
+            left = position == len(node.next_functions) - 2
+            x = node._saved_mat2 if left else node._saved_self
+            batch = output_shape(inner)[:-2]
+            source = GradientEdge(*inner.next_functions[0])
+            return factor(x, output_shape(*source[:2]), left, batch=batch), source
+        if metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
+            return None, source
+        if node.name() in RULES or is_custom(node):
+            return use_of(node, position), source
+        return elementwise(node, position), source
+
+    def _is_expanded(self, node: Any) -> bool:
+        """Return whether a node expands a matrix for a product of batches, as matmul does."""
+        name = node.name()
+        source = node.next_functions[0][0]
+        if name == "ExpandBackward0" and len(output_shape(node)) > 2:
+            inner = node
+        elif source in self._expanded and name in RESHAPES | COPIES:
+            inner = self._expanded[source]
+        else:
+            return False
+        if not self._ends_in_product(node, output_shape(inner)):
+            return False
+        self._expanded[node] = inner
+        return True
+
+    def _ends_in_product(self, node: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor is only copied and reshaped to a factor of one product."""
+        if self._consumers is None:
+            self._consumers = {}
+            for user in self._order:
+                for position, (source, _) in enumerate(user.next_functions):
+                    self._consumers.setdefault(source, []).append((user, position))
+        while len(users := self._consumers.get(node, [])) == 1:
+            ((node, _),) = users
+            if node.name() == "BmmBackward0":
+                return True
+            if node.name() in COPIES:
+                continue
+            merged = (prod(shape[:-2]), *shape[-2:])
+            if node.name() not in RESHAPES or output_shape(node) not in (shape, merged):
+                return False
+        return False
+
+    def _product(self, node: Any, position: int) -> int | None:
+        """Return the number of the product with a weight to which a bias is added.
+
+        ``F.linear`` and ``F.bilinear`` add it after they have reshaped the product.
+        """
+        shape = shape_of_input(node, position)
+        is_sum = node.name() == "AddBackward0" and (position == 0 or node._saved_alpha == 1)
+        other = node.next_functions[1 - position][0] if is_sum else None
+        if other is None or other.name() not in RESHAPES or shape != output_shape(node)[-1:]:
+            return None
+        product = other.next_functions[0][0]
+        if product.name() not in _WITH_BIAS or output_shape(product)[-1:] != shape:
+            return None
+        return self._products.get(product)
+
+    def view_of(self, node: Any, number: int) -> ViewOf | None:
+        """Return the entries of a parameter that a function of parameters is."""
+        key = node, number
+        if key not in self._views:
+            view = None
+            if node in self._leaves:
+                name = self._leaves[node]
+                view = ViewOf.whole(name, self._shapes[name])
+            elif len(sources := [x for x in node.next_functions if x[0] is not None]) == 1:
+                before = self.view_of(*sources[0])
+                view = before and before.after(node, number)
+            self._views[key] = view
+        return self._views[key]
+
+    def _lookup(self, node: Any, number: int) -> LookedUp | None:
+        """Return the lookup in a table of which a tensor is a function, row by row."""
+        shape = output_shape(node, number)
+        while node not in self._leaves and output_shape(node, number) == shape:
+            if node.name() == "EmbeddingBackward0":
+                table = GradientEdge(*node.next_functions[0])
+                use = use_of(node, 0)
+                return use and LookedUp(
+                    GradientEdge(node, number), use, table, self.view_of(*table[:2])
+                )
+            sources = [x for x in node.next_functions if x[0] is not None]
+            if len(sources) != 1:
+                return None
+            node, number = sources[0]
+        return None
