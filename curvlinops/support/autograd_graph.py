@@ -25,12 +25,7 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
     """Yield all nodes of the graph that computed some tensors."""
-    return _nodes_behind([output.grad_fn for output in outputs])
-
-
-def _nodes_behind(stack: list[Any]) -> Iterator[Any]:
-    """Yield nodes, and all that computed what they get."""
-    seen = set()
+    stack, seen = [output.grad_fn for output in outputs], set()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -92,13 +87,6 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
 def custom_functions(nodes: Iterable[Any]) -> set[str]:
     """Return the names of the user's own autograd functions in a graph."""
     return {node.name().removesuffix("Backward") for node in nodes if _is_custom(node)}
-
-
-def behind_custom_functions(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph that computed the inputs of the user's own functions."""
-    return _nodes_behind(
-        [following for node in nodes if _is_custom(node) for following, _ in node.next_functions]
-    )
 
 
 def _is_custom(node: Any) -> bool:
