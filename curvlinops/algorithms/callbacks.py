@@ -8,14 +8,14 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.support.processes import gather_objects, sending_errors
+from curvlinops.support.torch_internals import pytree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
     """The state of a solver or an estimator after an iteration.
 
-    Tensors are on the device of the matrix. They are not changed later, so that a callback may keep
-    them.
+    Tensors are on the device of the matrix. They are copies, which a callback may keep and change.
 
     Attributes:
         iteration: The number of iterations so far, from one.
@@ -37,6 +37,15 @@ class Iteration:
 Callback = Callable[[Iteration], bool | None] | None
 
 
+def check_callback(callback: Callback) -> Callback:
+    """Return a callback, or raise a TypeError if it is none."""
+    if callback is not None and not callable(callback):
+        raise TypeError(
+            f"callback must be a function of an Iteration, got {callback!r}. None: no callback."
+        )
+    return callback
+
+
 def stops(
     callback: Callback, operator: TorchLinearOperator, state: Callable[[], Iteration]
 ) -> bool:
@@ -55,10 +64,15 @@ def stops(
     """
 
     def answer() -> bool:
-        return callback is not None and bool(callback(state()))
+        return callback is not None and bool(callback(_copied(state())))
 
     group = operator._group
     if group is None or group.size() == 1:
         return answer()
     with sending_errors(partial(gather_objects, group=group)):
         return any(gather_objects(answer(), group))
+
+
+def _copied(state: Iteration) -> Iteration:
+    """Return a state with tensors in memory of their own."""
+    return Iteration(**pytree.tree_map_only(Tensor, Tensor.clone, vars(state)))

@@ -35,8 +35,8 @@ def dottest(
         ValueError: If the difference exceeds ``rtol``.
     """
     matrix = Matrix(A)
-    rng = read_generator(matrix.device, seed, generator)
     num_tests = check_count("num_tests", num_tests)
+    rng = read_generator(matrix.device, seed, generator)
     rtol = rtol if rtol is not None else (1e-10 if matrix.dtype == torch.float64 else 1e-4)
     domain, codomain = matrix.operator.domain, matrix.operator.codomain
     u, v = (

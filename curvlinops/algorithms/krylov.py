@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration, stops
+from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -128,7 +128,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
-        self._callback = callback
+        self._callback = check_callback(callback)
 
     def _set_options(self, options: dict[str, Any]) -> None:
         """Set the given options, and all others to their defaults."""
@@ -391,7 +391,7 @@ class IterationLog:
             iteration=len(self._residuals) - 1,
             num_products=self._A.num_products,
             residuals=self._residuals[-1],
-            iterate=self._A.vectors(X.T.clone()),  # X changes in place
+            iterate=self._A.vectors(X.T),
         )
 
     def history(self) -> Tensor:

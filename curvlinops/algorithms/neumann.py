@@ -12,7 +12,7 @@ from curvlinops.algorithms.as_operator import (
     Product,
     read_preconditioner,
 )
-from curvlinops.algorithms.callbacks import Callback, Iteration, stops
+from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
 from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -66,7 +66,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     ):
         check_on_failure(on_failure)
         self.rtol, self.on_failure = check_number("rtol", rtol, 0), on_failure
-        self._callback = callback
+        self._callback = check_callback(callback)
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)

@@ -1,7 +1,7 @@
 """Random vectors, and averages over them with standard errors."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from typing import (
     Any,
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration, stops
+from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
 from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.solver import solves
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
 from curvlinops.support.progress import expect_products
-from curvlinops.support.rng import read_generator
+from curvlinops.support.rng import check_source, read_generator
 from curvlinops.support.warnings import warn
 
 #: Bytes of random vectors that are multiplied at once. Larger blocks gain little.
@@ -121,11 +121,18 @@ class Sampler:
         if rtol is not None and not 0 < rtol < 1:
             raise ValueError(f"rtol must lie between 0 and 1, got {rtol!r}.")
         self.matrix, self.distribution, self.dim = matrix, distribution, matrix.shape[1]
-        self.rtol, self.return_error, self.callback = rtol, return_error, callback
+        self.rtol, self.return_error = rtol, return_error
+        self.callback = check_callback(callback)
         if chunk_size is None:
             chunk_size = max(_BLOCK // max(held * self.dim * matrix.dtype.itemsize, 1), 1)
         self.chunk_size = check_count("chunk_size", chunk_size)
-        self.generator = read_generator(matrix.device, seed, generator)
+        check_source(seed, generator)
+        self._source = seed, generator
+
+    @cached_property
+    def generator(self) -> torch.Generator:
+        """The source of random numbers; the first use may draw its seed from the global one."""
+        return read_generator(self.matrix.device, *self._source)
 
     def draw(self, num: int) -> Tensor:
         """Draw random vectors ``[D, num]``, each of which is contiguous."""

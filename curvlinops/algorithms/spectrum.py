@@ -1,6 +1,7 @@
 """Smoothed densities of spectra, on linear and logarithmic axes."""
 
 from collections.abc import Callable
+from functools import cached_property
 from math import inf, isfinite, log, sqrt
 from typing import Concatenate, NamedTuple, Unpack
 
@@ -79,12 +80,15 @@ class _LanczosRuns(KnownKeywords):
             raise ValueError(f"boundaries_tol must lie between 0 and 1, got {boundaries_tol!r}.")
         self._tol = boundaries_tol
         self._sampler = Sampler(self._matrix, "sphere", ncv, **options)
-        # a search for the ends has its own seed, so that it does not change later runs
-        device = self._matrix.device
-        drawn = torch.randint(2**62, (), generator=self._sampler.generator, device=device)
-        self._search_seed = int(drawn)
         self._rules: list[Quadrature] = []
         self._searched: tuple[Tensor, Tensor] | None = None
+
+    @cached_property
+    def _search_seed(self) -> int:
+        """The seed of a search for the ends, which does not change the runs."""
+        device = self._matrix.device
+        drawn = torch.randint(2**62, (), generator=self._sampler.generator, device=device)
+        return int(drawn)
 
     def _density(
         self,
@@ -134,6 +138,7 @@ class _LanczosRuns(KnownKeywords):
 
         There are fewer if the callback stops.
         """
+        _ = self._search_seed  # drawn first, whether it is used or not
         missing = num - sum(len(rule.nodes) for rule in self._rules)
         self._has_stopped = False
         expect_products(missing * self._ncv)
@@ -192,6 +197,7 @@ class _LanczosRuns(KnownKeywords):
             ncv=steps,
             maxiter=0,
             generator=sampler.generator,
+            num_random=1,
         )
         if num_missed:
             warn(

@@ -128,7 +128,7 @@ def xnystrace(
         distribution = "sphere"
     sampler = Sampler(matrix, distribution, **options)
     products = _Products(sampler)
-    X = AX = sampler.draw(0)
+    X = AX = matrix.space.empty(0).T
 
     def terms(new: Tensor) -> Tensor:
         nonlocal X, AX
@@ -206,7 +206,7 @@ class _Sketch:
 
     def __init__(self, products: _Products, adjoint: bool = False):
         self._products, self._adjoint = products, adjoint
-        self.X = self.Q = self.Z = products.sampler.draw(0)
+        self.X = self.Q = self.Z = products.sampler.matrix.space.empty(0).T
         self.R = self.X.new_zeros(0, 0)
 
     def extend(self, new: Tensor) -> None:

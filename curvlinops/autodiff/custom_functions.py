@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.support.norms import double_dot, double_norm
+from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.support.warnings import warn
 
 #: The smallest tolerance of products that are computed in two ways, relative to each parameter's.
@@ -68,27 +69,32 @@ def compare_adjoint(
         Whether they agree, and the sizes of ``J^T w``, by which this was compared.
     """
     tolerance = max(_ROUNDING.get(dtype, 0.05) for dtype in dtypes)
-    w = list(_randn(output, 2, seed=0))
     dots, sums, sizes = [], dict[str, Tensor](), dict[str, float]()
-    for one in w:
+    with without_torch_function():  # an evaluation watches what the model calls, not this
+        w = list(_randn(output, 2, seed=0))
+        w.append(w[0] + w[1])
+    for one, sign in zip(w, (1, 1, -1), strict=True):
         grads = vjp(one)
-        dots.append({n: double_dot(z, grads[n]) for n, z in directions(inputs, grads, seed=1)})
-        sizes |= {name: float(double_norm(x)) for name, x in grads.items()}
-        sums = {name: sums[name] + x if name in sums else x for name, x in grads.items()}
-    rounding = {n: float(double_norm(sums[n] - x)) for n, x in vjp(w[0] + w[1]).items()}
-    # an input whose gradient is zero but for rounding counts little
-    limits = {n: max(size, 0.1 * rounding[n] / tolerance) for n, size in sizes.items()}
-    scales = {name: 1 / limit for name, limit in limits.items() if limit > 1e-30}
+        with without_torch_function():
+            dots.append({n: double_dot(z, grads[n]) for n, z in directions(inputs, grads, seed=1)})
+            sizes |= {name: float(double_norm(x)) for name, x in grads.items()}
+            sums |= {name: sums.get(name, 0) + sign * x for name, x in grads.items()}
+    with without_torch_function():
+        rounding = {name: float(double_norm(x)) for name, x in sums.items()}
+        # an input whose gradient is zero but for rounding counts little
+        limits = {n: max(size, 10 * rounding[n] / tolerance) for n, size in sizes.items()}
+        scales = {name: 1 / limit for name, limit in limits.items() if limit > 1e-30}
+        v = {name: scales[name] * z for name, z in directions(inputs, scales, seed=1)}
     if not scales:
         return True, sizes
     noise = sum((scales[name] * rounding[name]) ** 2 for name in scales) ** 0.5
-    Jv = jvp({name: scales[name] * z for name, z in directions(inputs, scales, seed=1)})
-    errors = [
-        float(double_dot(one, Jv)) - sum(scale * float(d[name]) for name, scale in scales.items())
-        for one, d in zip(w, dots, strict=True)
-    ]
-    is_right = max(map(abs, errors)) <= 10 * noise + tolerance * len(scales) ** 0.5
-    return is_right, sizes
+    Jv = jvp(v)
+    with without_torch_function():
+        errors = [
+            float(double_dot(one, Jv)) - sum(scale * float(d[n]) for n, scale in scales.items())
+            for one, d in zip(w, dots, strict=True)
+        ]
+    return max(map(abs, errors)) <= 10 * noise + tolerance * len(scales) ** 0.5, sizes
 
 
 def directions(like: Tensors, names: Container[str], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -115,7 +121,6 @@ class Gradient(NamedTuple):
         near: Other ones, at which gradients have their usual size.
         function: Returns the gradient at such tensors, by the same names.
         product: Multiplies vectors, for some of the names, by the derivative.
-        suspects: The names for which the derivative may be wrong.
         norms: Returns the norms of those parts of a gradient that are compared by themselves.
     """
 
@@ -123,13 +128,12 @@ class Gradient(NamedTuple):
     near: Tensors
     function: Callable[[Tensors], Tensors]
     product: Callable[[Tensors], Tensors]
-    suspects: Iterable[str]
     norms: Callable[[Tensors], Tensor]
 
 
 def check_derivative(
     gradient: Gradient, dtypes: Iterable[torch.dtype], what: str, remedy: str
-) -> None:
+) -> bool:
     """Compare products with the derivative of a gradient with central differences.
 
     Args:
@@ -137,6 +141,9 @@ def check_derivative(
         dtypes: The dtypes in which it is computed, see ``can_compare``.
         what: Names the derivative in messages.
         remedy: What helps if it is wrong.
+
+    Returns:
+        Whether no gradient is zero here alone, which hides what is wrong.
 
     Raises:
         RuntimeError: If a part of a product differs by more than the errors of both.
@@ -161,6 +168,7 @@ def check_derivative(
             f"{what}{_along(unclear)} could not be compared: differences are too inaccurate. "
             f"{remedy}"
         )
+    return differences.are_complete()
 
 
 def _along(names: list[str]) -> str:
@@ -208,12 +216,16 @@ class _Differences:
         usual = torch.maximum(norms(self._here), norms(self._near).nan_to_num(nan=0.0))
         self._noise = torch.maximum(norms(self._rounding), eps * usual)
 
+    def are_complete(self) -> bool:
+        """Return whether no gradient is zero that is not zero nearby."""
+        return not any(x.any() and not self._here[name].any() for name, x in self._near.items())
+
     def groups(self) -> Iterator[list[str]]:
-        """Yield suspects of similar influence, the size of their gradients.
+        """Yield names of similar influence, the size of their gradients.
 
         Others would hide those of little influence. Gradients of rounding errors are zero.
         """
-        sizes = {name: float(double_norm(self._near[name])) for name in self._gradient.suspects}
+        sizes = {name: float(double_norm(self._near[name])) for name in self._gradient.at}
         zero = {n for n, size in sizes.items() if double_norm(self._rounding[n]) >= 0.1 * size}
         group, largest = list[str](), 0.0
         for name in sorted(sizes.keys() - zero, key=lambda name: -sizes[name]):

@@ -42,6 +42,20 @@ def baddbmm(node: Any, position: int) -> Use | None:
     return _factor(node, position == 1, other, node._saved_alpha)
 
 
+@reads("GroupedMmBackward0")
+def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
+    """``self[start:end] @ mat2[i]``, as for routed experts, or a product of batches."""
+    x, w_shape, ends = node._saved_self, shape_of_input(node, 1), node._saved_offs
+    if ends is None:
+        return _factor(node, position == 0, node._saved_mat2 if position == 0 else x)
+    if position == 0 or x.ndim != 2 or len(w_shape) != 3:
+        return None
+    ends = ends.tolist()
+    spans = enumerate(zip([0, *ends], ends, strict=False))
+    uses = [_matrix_of(x, w_shape[1:], i, *span) for i, span in spans if span[0] < span[1]]
+    return [use for use in uses if use is not None]
+
+
 @reads("MvBackward0")
 def mv(node: Any, position: int) -> Use | None:
     """``self @ vec``."""
@@ -85,6 +99,16 @@ def bilinear(node: Any, position: int) -> Use | None:
 def _factor(node: Any, left: bool, x: Tensor, scale: float = 1) -> Use | None:
     """Return the use of w in ``w @ x`` or ``x @ w``, times a scale."""
     return factor(x, shape_of_input(node, _position(node, left)), left, scale)
+
+
+def _matrix_of(x: Tensor, w_shape: Sequence[int], i: int, start: int, end: int) -> Use | None:
+    """Return the use of the matrix i, with which some rows are multiplied."""
+    rows = slice(start, end)
+    axes = (None, None)  # samples have unequal numbers of these rows
+    use = contraction("r i, i o -> r o", x[rows], w_shape, lambda g: g[:, rows], output_axes=axes)
+    if use is not None:
+        use.part = i
+    return use
 
 
 def _position(node: Any, left: bool) -> int:

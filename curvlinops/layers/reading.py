@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 from curvlinops.layers.elementwise import elementwise
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.linear import factor
-from curvlinops.layers.rules import RULES, Use, use_of
+from curvlinops.layers.rules import RULES, Use, uses_of
 from curvlinops.layers.sample_axis import SampleAxis
 from curvlinops.layers.views import COPIES, RESHAPES, ViewOf, is_view
 from curvlinops.support.autograd_graph import (
@@ -170,17 +170,19 @@ class Reading:
         for position in reversed(own):  # a bias comes in front of the factors
             source = GradientEdge(*edges[position])
             names = self._names[source.node]
-            use, source = self._use(node, position, source)
-            if use is None:
+            uses, source = self._uses(node, position, source)
+            view = self.view_of(*source[:2])
+            if uses is None or (view is None and any(use.part is not None for use in uses)):
                 self.unread.update(names)
                 continue
             call = self._products.setdefault(node, number)
             product = self._product(node, position)
-            if product is not None:
-                call, use.is_bias, use.joins_weight = product, True, True
-            view = self.view_of(*source[:2])
             lookup = None if view else self._lookup(*source[:2])
-            self.uses.append(ParameterUse(call, node, use, source, view, lookup, names))
+            for use in uses:
+                if product is not None:
+                    call, use.is_bias, use.joins_weight = product, True, True
+                part = view if use.part is None else view.select(0, use.part)
+                self.uses.append(ParameterUse(call, node, use, source, part, lookup, names))
 
     def _is_function(self, node: Any, signature: Signature) -> bool:
         """Return whether a node whose inputs with gradients are functions of parameters is one."""
@@ -190,22 +192,24 @@ class Reading:
         self.has_open |= known is None
         return bool(known)
 
-    def _use(
+    def _uses(
         self, node: Any, position: int, source: GradientEdge
-    ) -> tuple[Use | None, GradientEdge]:
-        """Return the use of an input, and the function of parameters that it is the use of."""
+    ) -> tuple[list[Use] | None, GradientEdge]:
+        """Return the uses of an input, and the function of parameters that they are uses of."""
         if source.node in self._expanded:  # only a product of batches uses what is expanded
             inner = self._expanded[source.node]
             left = position == len(node.next_functions) - 2
             x = node._saved_mat2 if left else node._saved_self
             batch = output_shape(inner)[:-2]
             source = GradientEdge(*inner.next_functions[0])
-            return factor(x, output_shape(*source[:2]), left, batch=batch), source
+            use = factor(x, output_shape(*source[:2]), left, batch=batch)
+            return use and [use], source
         if metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
             return None, source
         if node.name() in RULES or is_custom(node):
-            return use_of(node, position), source
-        return elementwise(node, position), source
+            return uses_of(node, position), source
+        use = elementwise(node, position)
+        return use and [use], source
 
     def _is_expanded(self, node: Any) -> bool:
         """Return whether a node expands a matrix for a product of batches, as matmul does."""
@@ -275,7 +279,7 @@ class Reading:
         while node not in self._leaves and output_shape(node, number) == shape:
             if node.name() == "EmbeddingBackward0":
                 table = GradientEdge(*node.next_functions[0])
-                use = use_of(node, 0)
+                (use,) = uses_of(node, 0) or (None,)
                 return use and LookedUp(
                     GradientEdge(node, number), use, table, self.view_of(*table[:2])
                 )

@@ -28,7 +28,7 @@ from curvlinops.layers.reading import (
     Reading,
     Signature,
 )
-from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, _view, sample_axes
+from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped, sample_axes
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
@@ -188,7 +188,8 @@ class RecordedBatch:
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)
-        return sample_axes(edge, tuple(self.output.shape), self.num_samples, self._nodes)
+        with self._evaluation.active():  # nodes of a checkpoint compute again what they have saved
+            return sample_axes(edge, self.output.shape, self.num_samples, self._nodes)
 
     def _samples_of_rows(self, use: ParameterUse, axes: Mapping) -> SampleAxis | None:
         """Return the axis of a use's rows that numbers the samples, ``None`` if not known."""
@@ -199,7 +200,7 @@ class RecordedBatch:
             return None
         shape = output_shape(use.node)
         if use.use.output_shape is not None:
-            found = _view(None, found, shape, 0, use.use.output_shape)
+            found = reshaped(found, shape, use.use.output_shape)
         if found is None or found.axis not in use.use.row_axes:
             return None
         return found._replace(axis=use.use.row_axes.index(found.axis))
@@ -425,7 +426,8 @@ class RecordedBatch:
             x = use.inputs and use.inputs().detach()
             if x is not None:
                 # layers with the same input share what is made of it, while the input exists
-                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), axis, num_axes)
+                order = axis, count, num_axes
+                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), *order)
                 given, (_, x) = x, shared.get(how, (None, None))
                 if x is None:
                     x = wide(to_front(given, axis, count, num_axes))

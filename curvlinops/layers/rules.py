@@ -45,6 +45,8 @@ class Use:
             weight of one more input, the constant one.
         output_shape: A shape of the output in the same order of memory, to which ``row_axes``
             refer. Default: the shape that it has.
+        part: The place along the argument's first axis of the entries that are used. Default: all
+            entries are used.
     """
 
     row_shape: tuple[int, ...]
@@ -57,15 +59,16 @@ class Use:
     is_bias: bool = False
     joins_weight: bool = False
     output_shape: tuple[int, ...] | None = None
+    part: int | None = None
 
 
 class RuleError(RuntimeError):
     """An error inside of a rule: a mistake in it, or a node that it does not foresee."""
 
 
-#: Takes a node and the position of one of its inputs; returns the use of this input, ``None`` if
-#: it knows none.
-Rule = Callable[[Any, int], Use | None]
+#: Takes a node and the position of one of its inputs; returns the use of this input, or those of
+#: its parts, and ``None`` if it knows none.
+Rule = Callable[[Any, int], Use | list[Use] | None]
 
 #: The rules by the names of nodes.
 RULES: dict[str, Rule] = {}
@@ -86,8 +89,8 @@ def reads(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def use_of(node: Any, position: int) -> Use | None:
-    """Return the use of an input of a node, ``None`` if no rule knows it.
+def uses_of(node: Any, position: int) -> list[Use] | None:
+    """Return the uses of an input of a node, ``None`` if no rule knows them.
 
     Raises:
         RuleError: If there is a mistake in the rule.
@@ -97,7 +100,7 @@ def use_of(node: Any, position: int) -> Use | None:
         return None
     try:
         with without_selective_checkpoints():
-            return rule(node, position)
+            uses = rule(node, position)
     except NoDerivativeError:
         raise
     except Exception as error:
@@ -106,6 +109,7 @@ def use_of(node: Any, position: int) -> Use | None:
             f"The rule {name} for gradients of a layer fails: {error!r}. See above for where; "
             "it may return None for nodes that it does not know."
         ) from error
+    return [uses] if isinstance(uses, Use) else uses
 
 
 def contraction(

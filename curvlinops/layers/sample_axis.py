@@ -2,20 +2,21 @@
 
 A node's output has an axis of samples if each of its entries influences the outputs of one sample
 only, the one whose number is its place on that axis. The model's output has it on axis 0. From
-there it is followed back, node by node: a rule for each kind of node says where the samples are in
-an input, if they are at a given place in the output. Nothing else is believed: what no rule proves
-is unknown, and so is everything that reaches the output through it.
+there it is followed back, node by node, to the inputs of each node. Nothing is believed: what is
+not proved is unknown, and so is everything that reaches the output through it.
 
-The rules hold for the numbers of the batch whose graph it is. Most need shapes and saved arguments
-alone. Rows that are read or written at indices are followed by these indices. Assignments to parts
-of a tensor do not say which parts, nor do functions of the user: their nodes are called with
-gradients that differ between the samples, and must return gradients that differ likewise.
+There are two proofs. Rules for frequent nodes need shapes and saved arguments alone. All other
+nodes, and those whose rule proves nothing, are asked: they are called with gradients that are
+scaled by another power of two for each sample. The scale of the gradient that they return for an
+entry of an input then tells to which sample the entry belongs, or that it belongs to several.
+
+Both proofs hold for the numbers of the batch whose graph it is.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -24,9 +25,9 @@ from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge
 
 from curvlinops.support.torch_internals import (
+    can_be_called,
     gradients_of_inputs,
     input_metadata,
-    is_users_function,
     saved,
     saved_axes,
     shape_of_output,
@@ -68,13 +69,7 @@ TABLE: Final = Constant.TABLE
 
 
 class _Assigned(NamedTuple):
-    """An axis along which entries belong to samples in any order.
-
-    Attributes:
-        axis: The axis.
-        samples: The sample of each entry; -1 for entries that influence no output.
-        N: The number of samples.
-    """
+    """An axis along which entries belong to samples in any order; -1: they influence no output."""
 
     axis: int
     samples: Tensor
@@ -90,12 +85,11 @@ class _OfOneSample(NamedTuple):
 
 #: Where the samples are in a tensor.
 Place: TypeAlias = SampleAxis | _Assigned
-#: What a rule says of an input. ``None``: nothing. ``False``: it does not influence this output.
-Claim: TypeAlias = Place | _OfOneSample | Constant | None
-RuleClaim: TypeAlias = Claim | Literal[False]
+#: What is said of a tensor. ``None``: nothing. ``False``: it does not influence this output.
+Claim: TypeAlias = Place | _OfOneSample | Constant | Literal[False] | None
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
-#: and the position and shape of an input.
-Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], RuleClaim]
+#: and the position and shape of an input. If it returns ``None``, the node is asked.
+Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
 
 
 def sample_axes(
@@ -120,57 +114,75 @@ def sample_axes(
         return {}
     found: dict[Node, dict[int, Claim]] = {}
     found[root] = {output_edge.output_nr: SampleAxis(0, 1, length // num_samples)}
-    shapes: dict[tuple[Node, int], Shape] = {}
-
-    def shape_of(node: Node, number: int) -> Shape:
-        key = node, number
-        if key not in shapes:
-            shapes[key] = shape_of_output(node, number)
-        return shapes[key]
-
+    shape_of = cache(shape_of_output)
     for node in reversed(order):
         outputs = found.get(node)
-        sources = node.next_functions
-        if outputs is None or not sources:
+        if outputs is None:
             continue
-        name = node.name()
+        sources = [
+            (position, source, output)
+            for position, (source, output) in enumerate(node.next_functions)
+            if source is not None and source.next_functions
+        ]
         for number, place in outputs.items():
             if isinstance(place, _Assigned):
                 place = outputs[number] = _regular(place)
-            rule: Callable[..., RuleClaim] | None = None
-            if isinstance(place, _OfOneSample):
-                rule = partial(_of_one_sample, name, number)
-            elif place is not None and not isinstance(place, Constant):
-                rule = _rule_of(node, name, number)
-            shape = shape_of(node, number) if rule else ()
-            for position, (source, source_number) in enumerate(sources):
-                if source is None or not source.next_functions:
-                    continue
-                claim: RuleClaim = place if isinstance(place, Constant) else None
-                if rule is not None:
-                    try:
-                        source_shape = shape_of(source, source_number)
-                        claim = rule(node, place, shape, position, source_shape)
-                    except (AttributeError, RuntimeError):
-                        pass  # another version of PyTorch, or a saved tensor is no longer there
+            new = _claims(node, number, place, sources, shape_of)
+            for claim, (_, source, output) in zip(new, sources, strict=True):
                 if claim is False:
                     continue
                 claims = found.setdefault(source, {})
-                if source_number in claims:
-                    claim = _merged(claims[source_number], claim)
-                claims[source_number] = claim
+                if output in claims:
+                    claim = _merged(claims[output], claim)
+                claims[output] = claim
     return {
         (node, number): claim
         for node, claims in found.items()
         for number, claim in claims.items()
-        if isinstance(claim, SampleAxis | Constant)
+        if isinstance(claim, (SampleAxis, Constant))  # faster than a union
     }
 
 
-def _number_of_samples(place: Place, shape: Shape) -> int:
-    if isinstance(place, _Assigned):
-        return place.N
-    return shape[place.axis] // (place.before * place.after)
+def _claims(
+    node: Node,
+    number: int,
+    place: Claim,
+    sources: Sequence[tuple[int, Node, int]],
+    shape_of: Callable[[Node, int], Shape],
+) -> Sequence[Claim]:
+    """Return what the place of the samples in an output says of some inputs."""
+    if place is None or isinstance(place, Constant):
+        return [place] * len(sources)
+    kind = _kind(node.name())
+    is_one = isinstance(place, _OfOneSample)
+    if is_one and kind not in _PARTS:
+        return [place] * len(sources)
+    claims: list[Claim] = [None] * len(sources)
+    rule = _rule_of(kind) if (number == 0 or kind in _SEVERAL) and not is_one else None
+    try:
+        out = shape_of(node, number)
+        for k, (position, source, output) in enumerate(sources if rule else ()):
+            try:
+                claims[k] = rule(node, place, out, position, shape_of(source, output))
+            except AttributeError:
+                break  # another version of PyTorch, or another signature, saves other arguments
+        if None not in claims or not can_be_called(node):
+            return claims
+        N, samples = _number_of_samples(place, out), _asked(node, number, place, out)
+        for k, (position, source, output) in enumerate(sources):
+            if claims[k] is None:
+                claims[k] = None if samples[position] is None else _found(samples[position], N)
+            if claims[k] is None and not is_one:
+                claims[k] = _unproved(kind, place, out, shape_of(source, output))
+    except RuntimeError:
+        pass  # a shape is not known, or a saved tensor is no longer there
+    return claims
+
+
+def _number_of_samples(place: Place | _OfOneSample, shape: Shape) -> int:
+    if isinstance(place, SampleAxis):
+        return shape[place.axis] // (place.before * place.after)
+    return place.N
 
 
 def _moved(place: Place, axis: int) -> Place:
@@ -178,73 +190,142 @@ def _moved(place: Place, axis: int) -> Place:
     return place if axis == place.axis else place._replace(axis=axis)
 
 
-def _samples_of(place: Place, shape: Shape) -> Tensor:
+def _samples_of(place: Place, length: int, N: int) -> Tensor:
     """Return the sample of each entry along the axis of the samples, on the CPU."""
     if isinstance(place, _Assigned):
         return place.samples
-    N = _number_of_samples(place, shape)
-    return torch.arange(shape[place.axis], device="cpu") // place.after % N
+    return torch.arange(length, device="cpu") // place.after % N
 
 
-def _only(samples: Tensor, N: int) -> _OfOneSample | None:
+def _only(place: Claim) -> Claim:
     """Return the sample to which all entries belong that influence an output, if it is one."""
-    used = samples[samples >= 0].tolist()
-    return _OfOneSample(used[0], N) if len({*used}) == 1 else None
+    if not isinstance(place, _Assigned):
+        return place
+    used = {*place.samples.tolist()} - {-1}
+    return _OfOneSample(used.pop(), place.N) if len(used) == 1 else None
 
 
 def _regular(place: _Assigned) -> Place | _OfOneSample:
     """Return the axis of samples that says the same, if there is one."""
-    length = len(place.samples)
-    for regular in _places((length,), place.N):
-        samples = _samples_of(regular, (length,))
-        if bool(((place.samples == samples) | (place.samples < 0)).all()):
-            return _moved(regular, place.axis)
-    return _only(place.samples, place.N) or place
+    length, N = len(place.samples), place.N
+    runs = torch.unique_consecutive(place.samples, return_counts=True)[1].tolist()
+    for after in (length // N, 1, *runs[:2]):
+        before, rest = divmod(length, N * after) if after else (0, 0)
+        if before and not rest:
+            regular = SampleAxis(place.axis, before, after)
+            if _agree(place.samples, _samples_of(regular, length, N)):
+                return regular
+    return _only(place) or place
 
 
-def _places(shape: Shape, N: int) -> Iterator[SampleAxis]:
-    """Where samples may be: slower or faster than all other positions along an axis."""
-    for axis, length in enumerate(shape):
-        if length and length % N == 0:
-            for after in {length // N: None, 1: None}:
-                yield SampleAxis(axis, length // (N * after), after)
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one < 0) | (other < 0)).all())
 
 
 def _merged(one: Claim, other: Claim) -> Claim:
     """Return what two who use a tensor say of it, if they agree."""
     if one is None or other is None:
         return None
-    if isinstance(one, Constant | _OfOneSample):
-        one, other = other, one
-    if isinstance(other, Constant):
-        if one is other:
-            return one
-        return TABLE if isinstance(one, Constant | _OfOneSample) else None
-    if isinstance(one, SampleAxis) and isinstance(other, SampleAxis):
-        return one if one == other else None
-    if isinstance(one, _OfOneSample):  # both are
-        return one if one == other else TABLE
-    if isinstance(one, SampleAxis):
-        one, other = other, one
+    if not (isinstance(one, _Assigned) or isinstance(other, _Assigned)):
+        is_unaxed = isinstance(one, Constant | _OfOneSample) and not isinstance(other, SampleAxis)
+        return one if one == other else TABLE if is_unaxed else None
     if not isinstance(one, _Assigned):
-        return None
-    if isinstance(other, _OfOneSample) or one.axis != other.axis:
-        if isinstance(other, _Assigned):
-            other = _only(other.samples, other.N)
-        same = _only(one.samples, one.N)
-        return same if same == other else None
-    samples = _samples_of(other, (*[0] * one.axis, len(one.samples)))
-    if not bool(((one.samples == samples) | (one.samples < 0) | (samples < 0)).all()):
+        one, other = other, one
+    if not isinstance(other, Place) or one.axis != other.axis:
+        one = _only(one)
+        return one if one == _only(other) else None
+    samples = _samples_of(other, len(one.samples), one.N)
+    if not _agree(one.samples, samples):
         return None
     if isinstance(other, SampleAxis):
         return other
     return one._replace(samples=torch.maximum(one.samples, samples))
 
 
-# --- elementwise operations
+# --- nodes without a rule, and those whose rule proves nothing
 
 
-def _broadcast(place: Place, out: Shape, source: Shape) -> Claim:
+def _along_axis(samples: Tensor, axis: int, ndim: int) -> Tensor:
+    """Let the samples of the entries along an axis broadcast to a tensor."""
+    return samples.reshape(-1, *[1] * (ndim - axis - 1))
+
+
+def _asked(node: Node, number: int, place: Place | _OfOneSample, out: Shape) -> list[Tensor | None]:
+    """Return the sample of each entry of each input, see ``_decoded``.
+
+    Gradients are multiples of a small number, so that the order of a sum does not matter; factors
+    are powers of two, so that rounding is the same.
+    """
+    N, metadata = _number_of_samples(place, out), input_metadata(node, number)
+    device = metadata.device
+    g = torch.empty(out, dtype=metadata.dtype, device=device)
+    real = torch.view_as_real(g) if g.is_complex() else g
+    steps = 2 ** (4 * real.dtype.itemsize)
+    real.random_(1, steps, generator=torch.Generator(device).manual_seed(0)).div_(steps)
+    if isinstance(place, _OfOneSample):
+        n = torch.tensor(place.sample, device=device)
+    else:
+        samples = _samples_of(place, out[place.axis], N)
+        n = _along_axis(samples, place.axis, len(out)).to(device)
+    bits = 3 if real.dtype.itemsize < 4 else 5
+    powers = torch.tensor([2.0**k for k in range(2**bits)], dtype=real.dtype, device=device)
+    factors = [powers[(n >> shift) % len(powers)] for shift in range(0, (N - 1).bit_length(), bits)]
+    g = g * (n >= 0)  # of entries without influence, nothing is asked
+    answers = [gradients_of_inputs(node, g * factor, number) for factor in (1, *factors)]
+    return [_decoded(powers, *gradients) for gradients in zip(*answers, strict=True)]
+
+
+def _decoded(powers: Tensor, plain: Tensor | None, *scaled: Tensor | None) -> Tensor | None:
+    """Return the sample of each entry; -1 if it has no gradient, ``None`` if one has several."""
+    if plain is None:
+        return torch.tensor(-1, device="cpu")
+    if plain.layout is not torch.strided or not bool(plain.isfinite().all()):
+        return None
+    samples, base = torch.zeros_like(plain, dtype=torch.int32), len(powers)
+    for digit, x in enumerate(scaled):
+        if x is None:
+            return None
+        power = (x / plain).abs().log2().nan_to_num(0, 0, 0).round().clamp(0, base - 1).int()
+        if not torch.equal(x, plain * powers.to(plain)[power]):
+            return None
+        samples += power * base**digit
+    return samples.masked_fill(plain == 0, -1)
+
+
+def _found(samples: Tensor, N: int) -> Claim:
+    """Return the axis along which entries belong to samples, given the sample of each entry."""
+    if not bool((samples >= 0).any()):
+        return False
+    highest = samples.max()
+    if bool((samples == highest).all()):
+        return _OfOneSample(int(highest), N)
+    places = []
+    for axis, length in enumerate(samples.shape):
+        along = samples.movedim(axis, 0).reshape(length, -1).amax(1)
+        if _agree(samples, _along_axis(along, axis, samples.ndim)):
+            place = _Assigned(axis, along.cpu(), N)
+            likely = isinstance(_regular(place), SampleAxis), int((along < 0).sum())
+            places.append((*likely, -axis, place))
+    return max(places)[-1] if places else None  # several axes may do by chance
+
+
+def _unproved(kind: str, place: Place, out: Shape, source: Shape) -> Claim:
+    """Return what is said of an input whose entries belong to several samples."""
+    if kind in _READS:
+        return TABLE
+    is_broadcast = len(source) <= len(out) and all(
+        length in (1, full) for length, full in zip(source[::-1], out[::-1], strict=False)
+    )
+    if is_broadcast and _elementwise(None, place, out, 0, source) is CONSTANT:
+        return CONSTANT
+    N = _number_of_samples(place, out)
+    return TABLE if all(length % N for length in source) else None
+
+
+# --- rules
+
+
+def _elementwise(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     """Entries of the output depend on the entries at the same place in a broadcast input."""
     axis = place.axis - len(out) + len(source)
     if axis < 0 or source[axis] == 1:
@@ -252,43 +333,64 @@ def _broadcast(place: Place, out: Shape, source: Shape) -> Claim:
     return _moved(place, axis) if source[axis] == out[place.axis] else None
 
 
-def _elementwise(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    return _broadcast(place, out, source)
+def _repeat(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
+    """Copies of the input, one after the other along each axis."""
+    axis = place.axis - len(out) + len(source)
+    is_whole = axis >= 0 and isinstance(place, SampleAxis) and place.after % source[axis] == 0
+    return CONSTANT if is_whole else _elementwise(node, place, out, position, source)
 
 
 def _along(name: str, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Softmax, sums of what came before, flips, ...: only entries along some axes interact."""
-    axes = saved_axes(node, name, len(out))
-    if place.axis in axes or len(source) != len(out):
+    """Only entries along some axes interact, which the input or the output may be without."""
+    ndim = max(len(source), len(out))
+    axes = saved_axes(node, name, ndim)
+    kept = [axis for axis in range(ndim) if axis not in axes]
+    axis = place.axis if len(out) == ndim else kept[place.axis]
+    if axis in axes:
         return None
-    return _broadcast(place, out, source)
+    own = axis if len(source) == ndim else kept.index(axis)
+    return _moved(place, own) if source[own : own + 1] == (out[place.axis],) else None
 
 
 def _trailing(number: int, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Pooling, inverses, ...: entries of the first axes do not interact."""
+    """Only entries along the last axes interact."""
     first = len(source) - number
     return place if place.axis < first and source[:first] == out[:first] else None
 
 
-# --- views and reductions
+def _rows(
+    inputs: int, axes: Callable, node: Node, place: Place, out: Shape, position: int, source: Shape
+) -> Claim:
+    """Some inputs have the first axes of the output, and all samples read the others."""
+    if place.axis >= axes(node, out):
+        return None
+    if position >= inputs:
+        return TABLE
+    return place if source[place.axis : place.axis + 1] == (out[place.axis],) else None
+
+
+def _not_normalized(node: Node, out: Shape) -> int:
+    return len(out) - len(saved(node, "normalized_shape"))
 
 
 def _view(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Both shapes have the same entries in the same order."""
-    if prod(source) != prod(out) or prod(out) == 0:
+    return reshaped(place, out, source) if isinstance(place, SampleAxis) else None
+
+
+def reshaped(place: SampleAxis, shape: Shape, new_shape: Shape) -> SampleAxis | None:
+    """Return the axis of samples in another shape with the same entries in the same order.
+
+    Args:
+        place: The axis of samples.
+        shape: The shape of the tensor.
+        new_shape: Its new shape.
+    """
+    if prod(new_shape) != prod(shape) or prod(shape) == 0:
         return None
-    N, first = _number_of_samples(place, out), place.axis + 1
-    if isinstance(place, _Assigned):
-        samples = place.samples.repeat(prod(out[: place.axis]))
-        for number in range(1, len(source) + 1):
-            copies, rest = divmod(prod(source[:number]), len(samples))
-            if copies and not rest:
-                samples = samples.repeat_interleave(copies).reshape(source[:number])
-                return _written(samples, source, N)
-        return None
-    inner = place.after * prod(out[first:])  # entries from one sample to the next
-    for axis, length in reversed([*enumerate(source)]):
-        after, rest = divmod(inner, prod(source[axis + 1 :]))
+    N = _number_of_samples(place, shape)
+    inner = place.after * prod(shape[place.axis + 1 :])  # entries from one sample to the next
+    for axis, length in reversed([*enumerate(new_shape)]):
+        after, rest = divmod(inner, prod(new_shape[axis + 1 :]))
         if rest:
             return None
         if length % (N * after) == 0:
@@ -296,76 +398,13 @@ def _view(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return None
 
 
-def _transpose(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
+def _transpose(node: Node, place: Place, out: Shape, *_: Any) -> Claim:
     (first,), (second,) = (saved_axes(node, x, len(out)) for x in ("dim0", "dim1"))
     return _moved(place, {first: second, second: first}.get(place.axis, place.axis))
 
 
-def _matrix_transpose(node: Node, place: Place, out: Shape, *_: Any) -> Claim:
-    return _moved(place, len(out) - 1 - place.axis)
-
-
 def _permute(node: Node, place: Place, out: Shape, *_: Any) -> Claim:
     return _moved(place, saved_axes(node, "dims", len(out))[place.axis])
-
-
-def _without(axes: Iterable[int], place: Place, out: Shape, source: Shape) -> Claim:
-    """The output has all axes of the input but some."""
-    kept = [axis for axis in range(len(source)) if axis not in axes]
-    if len(kept) != len(out) or source[kept[place.axis]] != out[place.axis]:
-        return None
-    return _moved(place, kept[place.axis])
-
-
-def _with(axis: int, place: Place, out: Shape, source: Shape) -> Claim:
-    """The output has one more axis than the input."""
-    if place.axis == axis or len(source) != len(out) - 1:
-        return None
-    return _moved(place, place.axis - (place.axis > axis))
-
-
-def _unsqueeze(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    return _with(*saved_axes(node, "dim", len(out)), place, out, source)
-
-
-def _squeeze(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Axes of length one have no samples; which of several are left out does not matter."""
-    axes: Sequence[int] = range(len(source))
-    if hasattr(node, "_saved_dim"):
-        axes = saved_axes(node, "dim", len(source))
-    return _without([axis for axis in axes if source[axis] == 1], place, out, source)
-
-
-def _select(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """One entry along an axis, or the list of them."""
-    return _without(saved_axes(node, "dim", len(source)), place, out, source)
-
-
-def _reduce(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """A sum or a maximum along some axes."""
-    axes = saved_axes(node, "dim", len(source))
-    if saved(node, "keepdim"):
-        return place if len(source) == len(out) and place.axis not in axes else None
-    return _without(axes, place, out, source)
-
-
-def _diagonal(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """The diagonal comes last."""
-    if place.axis == len(out) - 1:
-        return None
-    axes = {*saved_axes(node, "dim1", len(source)), *saved_axes(node, "dim2", len(source))}
-    return _moved(place, [x for x in range(len(source)) if x not in axes][place.axis])
-
-
-def _unfold(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Windows along an axis; their entries come last."""
-    axes = *saved_axes(node, "dimension", len(source)), len(out) - 1
-    return None if place.axis in axes else place
-
-
-def _folded(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """The gradient of windows."""
-    return None if place.axis in saved_axes(node, "dim", len(out)) else place
 
 
 def _pad(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
@@ -373,160 +412,15 @@ def _pad(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
     return None if any(saved(node, "pad")[last : last + 2]) else place
 
 
-def _repeat(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """Copies of the input, one after the other along each axis."""
-    axis = place.axis - len(out) + len(source)
-    if isinstance(place, _Assigned):
-        return _broadcast(place, out, source)
-    if axis < 0 or place.after % source[axis] == 0:  # each sample has whole copies
-        return CONSTANT
-    before, rest = divmod(source[axis], _number_of_samples(place, out) * place.after)
-    return None if rest else SampleAxis(axis, before, place.after)
-
-
-def _part(axis: int, start: int, step: int, place: Place, out: Shape, source: Shape) -> Claim:
-    """The output is a part of the input along the axis of the samples."""
-    N, length = _number_of_samples(place, out), source[axis]
-    if isinstance(place, SampleAxis) and step == 1:
-        before, rest = divmod(length, N * place.after)
-        if rest == start % (N * place.after) == 0:
-            return SampleAxis(axis, before, place.after)
-    samples = _samples_of(place, out)
-    whole = samples.new_full((length,), -1)
-    whole[start : start + step * len(samples) : step] = samples
-    return _Assigned(axis, whole, N)
-
-
-def _start(value: int | None, length: int) -> int:
-    """Return where a slice starts, or which entry is selected."""
-    value = value or 0
-    return max(value + length, 0) if value < 0 else value
-
-
-def _slice(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if place.axis != axis or source == out:
-        return place
-    start = _start(saved(node, "start"), source[axis])
-    return _part(axis, start, saved(node, "step"), place, out, source)
-
-
-def _split(number: int, node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if place.axis != axis:
-        return place
-    start = sum(shape_of_output(node, k)[axis] for k in range(number))
-    return _part(axis, start, 1, place, out, source)
-
-
-def _of_one_sample(
-    name: str, number: int, node: Node, place: _OfOneSample, out: Shape, _: int, source: Shape
-) -> Claim:
-    """Whatever influences the tensor of a sample belongs to it; other parts may not."""
-    if name not in _PARTS:
-        return place
-    (axis,) = saved_axes(node, "dim", len(source))
-    length = out[axis] if len(out) == len(source) else 1
-    samples = torch.full((length,), place.sample, device="cpu")
-    only = (*out[:axis], length)
-    if name == "SelectBackward0":
-        number = _start(saved(node, "index"), source[axis])
-    elif name == "SliceBackward0":
-        start, step = _start(saved(node, "start"), source[axis]), saved(node, "step")
-        return _part(axis, start, step, _Assigned(axis, samples, place.N), only, source)
-    elif name != "UnbindBackward0":
-        number = sum(shape_of_output(node, k)[axis] for k in range(number))
-    return _part(axis, number, 1, _Assigned(axis, samples, place.N), only, source)
-
-
-def _flip(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    if place.axis not in saved_axes(node, "dims", len(out)):
-        return place
-    samples, N = _samples_of(place, out), _number_of_samples(place, out)
-    return _Assigned(place.axis, samples.flip(0), N)
-
-
-def _roll(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    axes, shifts = saved(node, "dims"), saved(node, "shifts")
-    if not axes:
-        return None
-    axes = saved_axes(node, "dims", len(out))
-    shift = sum(s for axis, s in zip(axes, shifts, strict=True) if axis == place.axis)
-    if place.axis not in axes:
-        return place
-    samples, N = _samples_of(place, out), _number_of_samples(place, out)
-    return _Assigned(place.axis, samples.roll(-shift), N)
-
-
-def _cat(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if len(source) != len(out):
-        return None
-    if place.axis != axis:
-        return place
-    before, N = node.next_functions[:position], _number_of_samples(place, out)
-    if any(other is None for other, _ in before):  # of unknown length
-        return None
-    start = sum((shape_of_output(*x)[axis:] or (0,))[0] for x in before)
-    length = source[axis]
-    if isinstance(place, SampleAxis):
-        before, rest = divmod(length, N * place.after)
-        if rest == start % (N * place.after) == 0:
-            return SampleAxis(axis, before, place.after)
-    return _Assigned(axis, _samples_of(place, out)[start : start + length], N)
-
-
-def _stack(node: Node, place: Place, out: Shape, position: int, source: Shape) -> RuleClaim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if place.axis != axis:
-        return _with(axis, place, out, source)
-    sample = int(_samples_of(place, out)[position])
-    return sample >= 0 and _OfOneSample(sample, _number_of_samples(place, out))
-
-
-# --- products
-
-
 def _product(
     first: int, node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """``[b r i], [b i o] -> [b r o]``, with or without b; what is added comes in front."""
     if position < first:
-        return _broadcast(place, out, source)
-    is_left = position == first
-    if place.axis < len(out) - 2:
-        return place
-    return place if is_left == (place.axis == len(out) - 2) else TABLE
-
-
-def _sum_of_products(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """``[r o], [b r i], [b i o] -> [r o]``."""
-    if position == 0:
-        return _broadcast(place, out, source)
-    return _moved(place, place.axis + 1) if position - 1 == place.axis else TABLE
-
-
-def _matrix_vector(
-    first: int, node: Node, place: Place, out: Shape, position: int, source: Shape
-) -> Claim:
-    """``[r i], [i] -> [r]``."""
-    if position < first:
-        return _broadcast(place, out, source)
-    return place if position == first else TABLE
-
-
-def _outer(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """``[r o], [r], [o] -> [r o]``."""
-    if position == 0:
-        return _broadcast(place, out, source)
-    return _moved(place, 0) if position - 1 == place.axis else TABLE
-
-
-def _linear(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """``[* i], [o i], [o] -> [* o]``."""
-    if place.axis < len(out) - 1:
-        return TABLE if position else place
-    return _moved(place, 0) if position else TABLE
+        return _elementwise(node, place, out, position, source)
+    rows = len(out) - 2
+    is_own = place.axis < rows or (position == first) == (place.axis == rows)
+    return place if is_own else TABLE
 
 
 def _grouped(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
@@ -536,516 +430,105 @@ def _grouped(node: Node, place: Place, out: Shape, position: int, source: Shape)
     return TABLE if position else place
 
 
-def _trilinear(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """The sum over some axes of the product of three tensors, each without some other axes."""
-    missing = saved(node, f"expand{position + 1}")
-    ndim, summed = len(source) + len(missing), saved(node, "sumdim")
-    kept = [axis for axis in range(ndim) if axis not in summed]
-    if len(kept) != len(out):
-        return None
-    axis = kept[place.axis]
-    own = axis - sum(x < axis for x in missing)
-    if axis in missing or source[own] == 1:
-        return TABLE
-    return _moved(place, own) if source[own] == out[place.axis] else None
-
-
-def _distances(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """``[* r i], [* o i] -> [* r o]``."""
-    rows = len(out) - 2
-    if place.axis < rows:
-        return _broadcast(place, out, source)
-    is_own = position == place.axis - rows
-    return _moved(place, len(source) - 2) if is_own else TABLE
-
-
-def _convolution(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    if place.axis == 0:
-        return TABLE if position else place
-    if place.axis > 1:
-        return TABLE if position else None
-    groups, transposed = saved(node, "groups"), saved(node, "transposed")
-    if position == 2 or (position == 1 and not transposed):
-        return _moved(place, 0)
-    if groups == 1:
-        return _moved(place, 1) if position else TABLE
-    if isinstance(place, _Assigned):
-        return None
-    after, rest = divmod(place.after, out[1] // groups)  # groups after a sample
-    if rest:
-        return None
-    axis = 1 - position
-    return SampleAxis(axis, place.before, after * (source[axis] // groups))
-
-
-def _attention(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
+def _attention(node: Node, place: Place, *given: Any) -> Claim:
     """Queries ``[b h r i]``, keys ``[b h s i]``, values ``[b h s o]``, a bias ``[b h r s]``."""
-    if place.axis < 2:
-        return (
-            _broadcast(place, out, source)
-            if position == 3
-            else (place if source[place.axis] == out[place.axis] else None)
-        )
-    if position == 3:
-        return _broadcast(place, out, source) if place.axis == 2 else TABLE
-    return place if position == (0 if place.axis == 2 else 2) else TABLE
-
-
-# --- norms and cells
-
-
-def _layer_norm(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    if place.axis >= len(out) - len(saved(node, "normalized_shape")):
-        return None
-    return TABLE if position else place
-
-
-def _layer_norm_backward(
-    node: Node, place: Place, out: Shape, position: int, source: Shape
-) -> Claim:
-    """The gradient of the input, from gradient, input, mean, deviation, weight, bias."""
-    if place.axis >= len(out) - len(saved(node, "normalized_shape")):
-        return None
-    return place if position < 4 else TABLE
-
-
-def _group_norm(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    if place.axis != 0 or saved(node, "N") != out[0]:
-        return None
-    return TABLE if position else place
+    return _elementwise(node, place, *given) if place.axis < 2 else None
 
 
 def _batch_norm(
-    training: bool | str, node: Node, place: Place, out: Shape, position: int, source: Shape
+    inputs: int, name: str, node: Node, place: Place, out: Shape, position: int, source: Shape
 ) -> Claim:
     """Channels do not interact; the entries of one do in training."""
-    if position:
-        return TABLE if place.axis != 1 else _moved(place, 0)
-    mixes = saved(node, training) if isinstance(training, str) else training
-    return place if place.axis == 1 or not mixes else None
+    if position >= inputs:
+        return _moved(place, 0) if place.axis == 1 else TABLE
+    return place if place.axis == 1 or not saved(node, name) else None
 
 
-def _batch_norm_backward(
-    node: Node, place: Place, out: Shape, position: int, source: Shape
-) -> Claim:
-    """The gradient of the input, from gradient, input, weight, and statistics."""
-    if saved(node, "train") or place.axis == 1:
-        return None
-    return place if position < 2 else TABLE
+def _table(number: int, node: Node, place: Place, out: Shape, position: int, _: Shape) -> Claim:
+    """All samples read one of the inputs."""
+    return TABLE if position == number else None
 
 
-def _convolution_backward(
-    node: Node, place: Place, out: Shape, position: int, source: Shape
-) -> Claim:
-    """The gradient of the input, from gradient, input, weight."""
-    if place.axis != 0:
-        return None
-    return place if position < 2 else TABLE
-
-
-def _cell(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """A step of a recurrent layer, from two products, the last state, and two biases."""
-    if place.axis != 0:
-        return None
-    return place if position < 2 or len(source) == 2 else TABLE
-
-
-def _grid(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """Channels of images, read at places."""
-    if place.axis == 0:
-        return place
-    if place.axis == 1:
-        return TABLE if position else place
-    return None
-
-
-# --- rows that are read and written at indices
-
-
-def _along_axis(samples: Tensor, axis: int, shape: Shape | Size) -> Tensor:
-    """Samples of the entries along an axis, for all entries of a tensor."""
-    return samples.reshape(-1, *[1] * (len(shape) - axis - 1)).expand(shape)
-
-
-def _read(index: Tensor, axis: int, samples: Tensor, source: Shape, N: int) -> Claim:
-    """Entries along an axis of the input belong to the sample that reads them, if it is one."""
-    is_used = samples >= 0
-    index, samples = index[is_used], samples[is_used]
-    index = torch.where(index < 0, index + source[axis], index).long()
-    ends = [
-        samples.new_full((source[axis],), none).scatter_reduce(0, index, samples, reduce)
-        for none, reduce in ((-1, "amax"), (N, "amin"))
-    ]
-    return _Assigned(axis, ends[0], N) if torch.equal(*(end[index] for end in ends)) else None
-
-
-def _written(samples: Tensor, source: Shape, N: int) -> _Assigned | None:
-    """Entries of the input are written to samples: along which axis are these numbered?"""
-    if samples.numel() == 0:
-        return None
-    for axis, length in enumerate(samples.shape):
-        first = samples.movedim(axis, -1).reshape(-1, length)[0]
-        if length <= source[axis] and bool(
-            (samples == _along_axis(first, axis, samples.shape)).all()
-        ):
-            whole = first.new_full((source[axis],), -1)
-            whole[:length] = first
-            return _Assigned(axis, whole, N)
-    return None
-
-
-class _Indexed(NamedTuple):
-    """The tensors that index the axes of a tensor, and how the result's axes follow from them."""
-
-    tensors: dict[int, Tensor]
-    block: Shape  # what the tensors broadcast to
-    start: int  # the block's first axis in the result
-    free: list[int]  # the axes that are not indexed
-
-    def axis_of(self, axis: int) -> int:
-        """Where an axis that is not indexed is in the result."""
-        place = self.free.index(axis)
-        return place + (len(self.block) if place >= self.start else 0)
-
-    def result(self, shape: Shape) -> Shape:
-        free = [shape[axis] for axis in self.free]
-        return (*free[: self.start], *self.block, *free[self.start :])
-
-
-def _indexed(node: Node, shape: Shape) -> _Indexed | None:
-    tensors: dict[int, Tensor] = {}
-    axis = 0
-    for index in saved(node, "indices"):
-        index = None if index is None else index.cpu()
-        if index is None:
-            axis += 1
-        elif index.dtype in (torch.bool, torch.uint8):
-            for places in index.nonzero().unbind(1):
-                tensors[axis] = places
-                axis += 1
-        else:
-            tensors[axis] = index
-            axis += 1
-    if not tensors:
-        return None
-    axes = sorted(tensors)
-    adjacent = axes[-1] - axes[0] == len(axes) - 1
-    block = tuple(torch.broadcast_shapes(*(x.shape for x in tensors.values())))
-    free = [x for x in range(len(shape)) if x not in tensors]
-    return _Indexed(tensors, block, axes[0] if adjacent else 0, free)
-
-
-def _index(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    """``x[i, j]``, also with masks."""
-    indexed, N = _indexed(node, source), _number_of_samples(place, out)
-    if indexed is None:
-        return None
-    first, last = indexed.start, indexed.start + len(indexed.block)
-    if not first <= place.axis < last:
-        axis = indexed.free[place.axis - (len(indexed.block) if place.axis >= last else 0)]
-        return _moved(place, axis) if source[axis] == out[place.axis] else None
-    samples, claims = _samples_of(place, out), []
-    samples = _along_axis(samples, place.axis - first, indexed.block)
-    for axis, index in indexed.tensors.items():
-        claim = _read(index.expand(indexed.block), axis, samples, source, N)
-        claims += [] if claim is None else [_regular(claim)]
-    # several axes may tell the samples apart by chance
-    regular = [x for x in claims if isinstance(x, SampleAxis)]
-    return [*regular, *claims, TABLE][0]
-
-
-def _index_put(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    """``x[i, j] = values``: what is not overwritten stays."""
-    if position == 0:
-        return place
-    if prod(source) == 1:
-        return TABLE
-    indexed, N = _indexed(node, out), _number_of_samples(place, out)
-    if indexed is None:
-        return None
-    result = indexed.result(out)
-    if place.axis not in indexed.tensors:
-        return _broadcast(_moved(place, indexed.axis_of(place.axis)), result, source)
-    index = indexed.tensors[place.axis].expand(indexed.block)
-    index = torch.where(index < 0, index + out[place.axis], index)
-    block = _written(_samples_of(place, out)[index.long()], indexed.block, N)
-    if block is None:
-        return None
-    return _broadcast(_moved(block, indexed.start + block.axis), result, source)
-
-
-def _index_select(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(source))
-    if place.axis != axis:
-        return place
-    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
-    samples = _samples_of(place, out)
-    return _read(index.reshape(-1), axis, samples, source, N) or TABLE
-
-
-def _index_add(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if position == 0 or (place.axis != axis and len(source) == len(out)):
-        return place
-    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
-    if len(source) != len(out):
-        return None
-    return _Assigned(axis, _samples_of(place, out)[index.reshape(-1).long()], N)
-
-
-def _gather(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if place.axis != axis:
-        return place if source[place.axis] == out[place.axis] else None
-    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
-    samples = _along_axis(_samples_of(place, out), axis, out)
-    return _read(index, axis, samples, source, N) or TABLE
-
-
-def _scatter(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    (axis,) = saved_axes(node, "dim", len(out))
-    if position == 0:
-        return place
-    if place.axis != axis:
-        return place if source[place.axis] == out[place.axis] else None
-    index, N = saved(node, "index").cpu(), _number_of_samples(place, out)
-    return _written(_samples_of(place, out)[index], source, N)
-
-
-def _embedding(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
-    return _moved(place, 1) if place.axis == len(out) - 1 else TABLE
-
-
-def _embedding_bag(node: Node, place: Place, out: Shape, position: int, source: Shape) -> Claim:
-    if position == 0:
-        return place if place.axis == 1 else TABLE
-    bags, N = saved(node, "result1").cpu(), _number_of_samples(place, out)
-    if place.axis == 1 or tuple(bags.shape) != source:
-        return None
-    return _written(_samples_of(place, out)[bags], source, N)
-
-
-def _table(*_: Any) -> Claim:
-    return TABLE
-
-
-# --- nodes that do not say what they do
-
-
-def _asked(node: Node, place: Place, out: Shape, position: int, source: Shape) -> RuleClaim:
-    """Samples do not interact if their gradients can be scaled before or after the node.
-
-    The factors are powers of two, so that rounding is the same.
-    """
-    N, metadata = _number_of_samples(place, out), input_metadata(node, 0)
-    possible: list[Place] = [*_places(source, N)]
-    if isinstance(place, _Assigned):
-        axes = [x for x, length in enumerate(source) if length == out[place.axis]]
-        possible = [*(_moved(place, axis) for axis in axes), *possible]
-    elif place in possible:  # the likely one comes first
-        possible = [place, *possible]
-    if not possible:
-        return TABLE
-    generator = torch.Generator(metadata.device).manual_seed(0)
-    g = torch.rand(out, generator=generator, device=metadata.device).add_(1).to(metadata.dtype)
-    base = 8 if g.dtype.itemsize < 4 else 32
-
-    def factors(place: Place, digit: int, like: Tensor) -> Tensor:
-        n = _samples_of(place, tuple(like.shape))
-        factors = torch.ones_like(n, dtype=g.real.dtype).ldexp(n // base**digit % base)
-        return _along_axis((factors * (n >= 0)).to(like.device), place.axis, like.shape)
-
-    g *= factors(place, 0, g) > 0  # of entries without influence, nothing is asked
-    plain, digit = gradients_of_inputs(node, g)[position], 0
-    if plain is None or not bool(plain.any()):
-        return False
-    while base**digit < N and possible:
-        scaled = gradients_of_inputs(node, g * factors(place, digit, g))[position]
-        possible = [
-            x
-            for x in possible
-            if scaled is not None and torch.equal(scaled, plain * factors(x, digit, plain))
-        ]
-        digit += 1
-    return possible[0] if possible else None
-
-
-# --- the rules by the names of nodes
-
-
-def _named(names: str, rule: Rule) -> dict[str, Rule]:
-    """Names without a number are those of the node of the first signature."""
-    return {x if re.search(r"Backward\d$", x) else f"{x}Backward0": rule for x in names.split()}
-
+# --- the rules by the names of nodes, without the number of the signature
 
 _ELEMENTWISE = """
-    Abs Acos Acosh Alias Angle Asin Asinh Atan Atanh Bernoulli Ceil Celu Clamp ClampMax ClampMin
-    Clone Conj ConjPhysical Cos Cosh Deg2Rad Digamma Elu Erf Erfc Erfinv Exp Exp2 Expm1 Floor
-    Frac FusedDropout Gelu Hardshrink Hardsigmoid Hardswish Hardtanh I0 IndexFill LazyClone
-    LeakyRelu Lgamma Lift LiftFresh Log Log10 Log1P Log2 LogSigmoid Logit Mish Mvlgamma NanToNum
-    NativeDropout Neg NegView PinMemory Polygamma Rad2Deg Reciprocal Relu Round RoundBackward1
-    RreluWithNoise Rsqrt Sgn Sigmoid Sign Silu Sin Sinc Sinh Softplus Softshrink SpecialEntr
-    SpecialErfcx SpecialI0E SpecialI1 SpecialI1E SpecialLogNdtr SpecialNdtri Sqrt Tan Tanh
-    Threshold ToCopy Tril Triu Trunc
+    Abs Alias Clamp ClampMax ClampMin Clone Cos Cosh Elu Erf Exp Expm1 FusedDropout Gelu
+    Hardsigmoid Hardswish Hardtanh LeakyRelu Log Log1P LogSigmoid Mish NativeDropout Neg Pow
+    Reciprocal Relu Rsqrt Sigmoid Silu Sin Sinh Softplus Softshrink Sqrt Tanh Threshold ToCopy
+    Tril Triu
 
-    Add AddBackward1 Addcdiv Addcmul Atan2 CeluBackward1 ClampBackward1 ClampMaxBackward1
-    ClampMinBackward1 Complex Copysign CopysignBackward1 Div DivBackward1 DivBackward2
-    DivBackward3 EluBackward1 Fmax Fmin Fmod FmodBackward1 Hypot Igamma Igammac Ldexp
-    LeakyReluBackward1 Lerp LerpBackward1 Logaddexp Logaddexp2 MaskedFill MaskedFillBackward1
-    Maximum Minimum Mul MulBackward1 Nextafter Polar Pow PowBackward0 PowBackward1 PowBackward2
-    PreluKernel Remainder RemainderBackward1 Rsub RsubBackward1 SpecialXlog1Py
-    SpecialXlog1PyBackward1 SpecialXlog1PyBackward2 SpecialZeta SpecialZetaBackward1
-    SpecialZetaBackward2 Sub SubBackward1 ThresholdBackward1 Where Xlogy XlogyBackward1
-    XlogyBackward2
+    Add Addcdiv Addcmul Atan2 Complex CopyBackwards Div Expand Lerp MaskedFill Maximum Minimum
+    Mul PreluKernel Rsub Sub Where
 
-    BinaryCrossEntropy BinaryCrossEntropyWithLogits HuberLoss MseLoss SmoothL1Loss
-    SoftMarginLoss
-
-    BinaryCrossEntropyBackward EluBackward GeluBackward HardshrinkBackward HardswishBackward
-    HardtanhBackward HuberLossBackward LeakyReluBackward LogSigmoidBackward MseLossBackward
-    NativeDropoutBackward PreluKernelBackward RreluWithNoiseBackward SigmoidBackward
-    SmoothL1LossBackward SoftMarginLossBackward SoftplusBackward SoftshrinkBackward TanhBackward
-    ThresholdBackward
+    EluBackward GeluBackward HardswishBackward HardtanhBackward LeakyReluBackward
+    LogSigmoidBackward PreluKernelBackward SigmoidBackward SoftplusBackward SoftshrinkBackward
+    TanhBackward ThresholdBackward
 """
-#: The last axes of the input interact, as many as the number says.
-_TRAILING = {
-    0: "ViewAsReal",
-    1: "NllLoss ViewAsComplex",
-    2: """
-        AffineGridGenerator Cholesky CholeskyInverse CholeskySolve Col2Im
-        CudnnAffineGridGenerator LinalgCholeskyEx LinalgDet LinalgEigh LinalgInvEx
-        LinalgMatrixExp LinalgPinv LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular
-        LinalgSvd MaxUnpool2D MkldnnAdaptiveAvgPool2D MkldnnMaxPool2D TriangularSolve
-    """,
-    3: "Im2Col MaxUnpool3D NllLoss2D PixelShuffle PixelUnshuffle",
-}
-#: Likewise; the gradients of these are nodes, too.
-_POOLS = {
-    1: """
-        ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D
-        UpsampleNearestExact1D
-    """,
-    2: """
-        AdaptiveAvgPool2D AdaptiveMaxPool2D AvgPool2D FractionalMaxPool2D MaxPool2D
-        MaxPool2DWithIndices ReflectionPad2D ReplicationPad2D UpsampleBicubic2D
-        UpsampleBicubic2DAa UpsampleBilinear2D UpsampleBilinear2DAa UpsampleNearest2D
-        UpsampleNearestExact2D
-    """,
-    3: """
-        AdaptiveAvgPool3D AdaptiveMaxPool3D AvgPool3D FractionalMaxPool3D MaxPool3DWithIndices
-        ReflectionPad3D ReplicationPad3D UpsampleNearest3D UpsampleNearestExact3D
-        UpsampleTrilinear3D
-    """,
-}
-_SPLITS = "Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes"
+_SPLITS = "Split SplitWithSizes Unbind UnsafeSplit UnsafeSplitWithSizes"
 _RULES: dict[str, Rule] = {
-    "torch::autograd::CopyBackwards": _elementwise,
-    "torch::autograd::CopySlices": _asked,
-    **_named(_ELEMENTWISE, _elementwise),
-    **{
-        name: rule
-        for table in (_TRAILING, _POOLS)
-        for number, names in table.items()
-        for name, rule in _named(names, partial(_trailing, number)).items()
-    },
-    **{
-        name: rule
-        for number, names in _POOLS.items()
-        for kind in names.split()
-        for name, rule in _named(f"{kind}Backward", partial(_trailing, number)).items()
-    },
-    **_named(
-        "Cummax Cummin Cumprod Cumsum FftC2C FftC2R FftR2C Glu GluBackward LinalgCross Logcumsumexp"
-        " LogSoftmax LogSoftmaxBackwardData SafeSoftmax Softmax SoftmaxBackwardData Sort"
-        " SortBackward1 Topk",
-        partial(_along, "dim"),
-    ),
-    **_named("Rot90", partial(_along, "dims")),
-    **_named("Flip", _flip),
-    **_named("Roll", _roll),
-    **_named("View UnsafeView ReshapeAlias", _view),
-    **_named("Transpose TransposeBackward1", _transpose),
-    **_named("T TBackward1", _matrix_transpose),
-    **_named("Permute", _permute),
-    **_named("Unsqueeze UnsqueezeBackward1 SelectBackward", _unsqueeze),
-    **_named(" ".join(f"SqueezeBackward{k}" for k in range(6)), _squeeze),
-    **_named("Select Unbind", _select),
-    **_named(
-        "Amax Amin Aminmax Kthvalue LinalgVectorNorm Logsumexp Max MeanBackward1 MedianBackward1"
-        " Min Mode NanmedianBackward1 Nansum NormBackward1 NormBackward3 ProdBackward1 Std"
-        " StdMean SumBackward1 Var VarMean",
-        _reduce,
-    ),
-    **_named("Diagonal", _diagonal),
-    **_named("Unfold", _unfold),
-    **_named("UnfoldBackward SliceBackward", _folded),
-    **_named("ConstantPadNd", _pad),
-    **_named("Expand", _elementwise),
-    **_named("Repeat", _repeat),
-    **_named("Slice", _slice),
-    **_named(_SPLITS, partial(_split, 0)),
-    **_named("Cat", _cat),
-    **_named("Stack", _stack),
-    **_named("Mm Bmm", partial(_product, 0)),
-    **_named("Addmm Baddbmm", partial(_product, 1)),
-    **_named("Addbmm", _sum_of_products),
-    **_named("Mv", partial(_matrix_vector, 0)),
-    **_named("Addmv", partial(_matrix_vector, 1)),
-    **_named("Addr", _outer),
-    **_named("Linear", _linear),
-    **_named("GroupedMm", _grouped),
-    **_named("Trilinear", _trilinear),
-    **_named("Cdist EuclideanDist", _distances),
-    **_named("Convolution ConvolutionOverrideable", _convolution),
-    **_named("ConvolutionBackward", _convolution_backward),
-    **_named(
-        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention"
-        " ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
-        " ScaledDotProductFusedAttentionOverrideable",
-        _attention,
-    ),
-    **_named("NativeLayerNorm FusedRmsNorm", _layer_norm),
-    **_named("NativeLayerNormBackward", _layer_norm_backward),
-    **_named("NativeGroupNorm", _group_norm),
-    **_named(
-        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm NativeBatchNormLegit"
-        " NativeBatchNormLegitBackward1",
-        partial(_batch_norm, "training"),
-    ),
-    **_named("NativeBatchNormLegitNoTraining BatchNormNoUpdate", partial(_batch_norm, False)),
-    **_named("BatchNormWithUpdate", partial(_batch_norm, True)),
-    **_named("NativeBatchNormBackward", _batch_norm_backward),
-    **_named("ThnnFusedLstmCell ThnnFusedGruCell", _cell),
-    **_named("GridSampler2D GridSampler3D GridSampler2DCpuFallback CudnnGridSampler", _grid),
-    **_named("Index UnsafeIndex", _index),
-    **_named("IndexPut IndexPutImpl UnsafeIndexPut", _index_put),
-    **_named("IndexSelect", _index_select),
-    **_named("IndexAdd IndexCopy IndexReduce", _index_add),
-    **_named("Gather", _gather),
-    **_named("Scatter ScatterBackward1 ScatterAdd ScatterReduce", _scatter),
-    **_named("Embedding", _embedding),
-    **_named("EmbeddingBag", _embedding_bag),
-    **_named("Take", _table),
-    **_named("AsStrided AsStridedBackward1 PackPaddedSequence", _asked),
+    kind: rule
+    for kinds, rule in {
+        _ELEMENTWISE: _elementwise,
+        """
+            Amax Amin Cat Cumsum Gather Glu IndexAdd IndexCopy IndexSelect LinalgVectorNorm
+            Logcumsumexp LogSoftmax LogSoftmaxBackwardData Logsumexp Max Mean Min Norm Prod
+            SafeSoftmax Scatter ScatterAdd ScatterReduce Select SelectBackward Slice
+            SliceBackward Softmax SoftmaxBackwardData Sort Stack Std Sum Topk Unsqueeze
+            Var VarMean
+        """: partial(_along, "dim"),
+        _SPLITS: partial(_along, "dim"),
+        "Flip Roll": partial(_along, "dims"),
+        "ViewAsReal": partial(_trailing, 0),
+        "ViewAsComplex": partial(_trailing, 1),
+        "Col2Im": partial(_trailing, 2),
+        "Im2Col PixelShuffle PixelUnshuffle": partial(_trailing, 3),
+        "Linear": partial(_rows, 1, lambda node, out: len(out) - 1),
+        "Convolution ConvolutionOverrideable": partial(_rows, 1, lambda *_: 1),
+        "ConvolutionBackward CudnnGridSampler GridSampler2D GridSampler3D": partial(
+            _rows, 2, lambda *_: 1
+        ),
+        "ThnnFusedLstmCell ThnnFusedGruCell": partial(_rows, 3, lambda *_: 1),
+        "NativeGroupNorm": partial(_rows, 1, lambda node, out: saved(node, "N") == out[0]),
+        "NativeLayerNorm FusedRmsNorm": partial(_rows, 1, _not_normalized),
+        "NativeLayerNormBackward": partial(_rows, 4, _not_normalized),
+        "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm": partial(_batch_norm, 1, "training"),
+        "NativeBatchNormBackward": partial(_batch_norm, 2, "train"),
+        "View UnsafeView ReshapeAlias Squeeze": _view,
+        "Transpose": _transpose,
+        "T": lambda node, place, out, *_: _moved(place, len(out) - 1 - place.axis),
+        "Permute": _permute,
+        "Repeat": _repeat,
+        "ConstantPadNd": _pad,
+        "Mm Bmm": partial(_product, 0),
+        "Addmm Baddbmm": partial(_product, 1),
+        "GroupedMm": _grouped,
+        """
+            ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention
+            ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention
+            ScaledDotProductFusedAttentionOverrideable
+        """: _attention,
+        "Embedding EmbeddingBag": partial(_table, 0),
+        "Mv": partial(_table, 1),
+        "Addbmm Addmv": partial(_table, 2),
+    }.items()
+    for kind in kinds.split()
 }
-
-#: Nodes whose output is a part of the input along an axis.
-_PARTS = _named(f"{_SPLITS} Select Slice Unbind", _table).keys()
-#: Nodes of several outputs. Of other nodes, only the first output is known to have samples.
-_SEVERAL = _named(
-    f"{_SPLITS} Aminmax FusedRmsNorm LinalgEigh LinalgQr LinalgSlogdet LinalgSvd NativeGroupNorm"
-    " NativeLayerNorm PreluKernelBackward StdMean ThnnFusedLstmCell Unbind VarMean",
-    _table,
-).keys()
-_STARTING = _named(_SPLITS, _table).keys()
+#: Pools, padding, and other sizes of images, and their derivatives: they know 1, 2, or 3 axes.
+_OF_IMAGES = re.compile(r"(?:\w*Pool|Upsample\w+|ReflectionPad|ReplicationPad)([123])D")
+#: Nodes that read a part of the input, and those of them that may read it for several samples.
+_READS = {"Gather", "Index", "IndexSelect", "Take", "UnsafeIndex"}
+_PARTS = {"Select", "Slice", *_SPLITS.split(), *_READS}
+#: Nodes of several outputs. Of other nodes, the rule is for the first output only.
+_SEVERAL = {"FusedRmsNorm", "NativeGroupNorm", "NativeLayerNorm", "PreluKernelBackward", "VarMean"}
+_SEVERAL |= {"ThnnFusedLstmCell", *_SPLITS.split()}
 
 
-def _rule_of(node: Node, name: str, number: int) -> Rule | None:
-    """Return the rule of a node for one of its outputs."""
-    if number == 0:
-        rule = _RULES.get(name)
-        is_asked = rule is None and is_users_function(node) and len(node._input_metadata) == 1
-        return _asked if is_asked else rule
-    if name in _STARTING:
-        return partial(_split, number)
-    return _RULES[name] if name in _SEVERAL else None
+@cache
+def _kind(name: str) -> str:
+    return re.sub(r"Backward\d+$", "", name.removeprefix("torch::autograd::"))
+
+
+@cache
+def _rule_of(kind: str) -> Rule | None:
+    images = _OF_IMAGES.match(kind)
+    return partial(_trailing, int(images[1])) if images else _RULES.get(kind)

@@ -146,6 +146,10 @@ class SampleGradients:
         known = () if self._batch is None else self._batch.names
         return self.one_by_one(u, {*self._problem.space.names}.difference(known))
 
+    def refuse_interaction(self) -> None:
+        """Raise a ValueError if samples interact, before gradients are computed ``one_by_one``."""
+        self._rules.refuse_interaction(self._problem, self.output)
+
     def one_by_one(self, u: Tensor, names: Collection[str]) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to some parameters, sample by sample."""
         names = [name for name in self._problem.space.names if name in names]
@@ -285,10 +289,14 @@ class SampleBackward:
         """Use the fallback where it is not known which rows belong to which samples."""
         unassigned = {name for use in batch.uses if use.samples is None for name in use.names}
         if unassigned:
-            if self._independent and couples_samples(problem, batch.output, 1):
-                raise ValueError(COUPLED)
+            self.refuse_interaction(problem, batch.output)
             self._use_fallback(sorted(unassigned), "its gradients could not be assigned to samples")
             batch.drop(self.fallbacks)
+
+    def refuse_interaction(self, problem: BatchProblem, output: Tensor) -> None:
+        """Raise a ValueError if the output of one sample alone is another one than in the batch."""
+        if self._independent and couples_samples(problem, output, 1):
+            raise ValueError(COUPLED)
 
     def _use_fallback(self, names: Iterable[str], reason: str) -> None:
         names = [name for name in names if name not in self.fallbacks]

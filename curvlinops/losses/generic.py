@@ -201,7 +201,7 @@ class AdditiveLoss(Loss):
 
         at = {"": output}
         near = dict(directions(at, at, seed=0))
-        gradient = Gradient(at, near, function, lambda v: {"": product(v[""])}, [""], norms)
+        gradient = Gradient(at, near, function, lambda v: {"": product(v[""])}, norms)
         check_derivative(gradient, [output.dtype], what, remedy)
 
     def _vjp(self, gradient: Tensor, column: Tensor, leaf: Tensor) -> Tensor:

@@ -264,7 +264,9 @@ class DataLinearOperator(TorchLinearOperator):
         if linearization.is_open and linearization.is_compared:
             with exclusive():
                 self.risk.model.refresh()
-                linearization.compare(self.risk.tensors())
+                # a module may have gathered parameters in place of its shards for a while
+                is_sharded = self.risk.model.shards is not None
+                linearization.compare(None if is_sharded else self.risk.tensors())
 
     @contextmanager
     def _batches(

@@ -16,11 +16,9 @@ from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
 from curvlinops.support.autograd_graph import (
-    behind_custom_functions,
     custom_functions,
     footprint,
     graph_nodes,
-    leaf_variables,
     precisions,
     signature,
 )
@@ -78,8 +76,6 @@ class BatchProblem:
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
         self._custom: set[str] = set()  # the user's autograd functions in the graph
-        #: The parameters on which their inputs depend; ``None`` stands for other leaves.
-        self._suspects: set[str | None] = set()
         self._signature = 0
         #: The dtypes in which gradients pass the graph, if it has custom functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
@@ -259,15 +255,6 @@ class BatchProblem:
         known = not self._risk.checks or self._signature in self.facts.compared
         return [] if known else sorted(self._custom | self.facts.hooks)
 
-    @property
-    def suspects(self) -> list[str]:
-        """The parameters on which the inputs of custom functions depend; with hooks, all.
-
-        The gradients of others pass none of these, so that their derivatives are right.
-        """
-        names = [name for name in self.space.names if name in self._suspects]
-        return self.space.names if self.facts.hooks or None in self._suspects else names
-
     def was_compared(self, is_complete: bool) -> None:
         """Remember that the custom functions of this graph were compared.
 
@@ -284,8 +271,6 @@ class BatchProblem:
         """Note the user's own autograd functions in the graph of an output."""
         if (found := custom_functions(nodes)) or self._risk.facts.hooks:
             self._custom |= found
-            leaves = leaf_variables(behind_custom_functions(nodes))
-            self._suspects |= {getattr(leaf, "replaces", None) for leaf in leaves}
             self._signature = hash((self._signature, signature(nodes)))
             self.precisions |= precisions(nodes, output)
 
@@ -350,8 +335,7 @@ class BatchProblem:
         for name in self.model.sharded:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
-        self._custom, self._suspects, self._signature = set(), set(), 0
-        self._has_seen_loss = False
+        self._custom, self._signature, self._has_seen_loss = set(), 0, False
         with evaluation.active():
             output = self.output(evaluation)
             if self.is_first:

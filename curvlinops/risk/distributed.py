@@ -222,10 +222,11 @@ class Ranks:
 
     def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
         """Return the tensors of all ranks by key; one tensor under several keys stays one."""
-        distinct = {id(x): x for x in tensors.values()}
-        place = {number: i for i, number in enumerate(distinct)}
+        memory = {key: (x.data_ptr(), x.shape, x.stride(), x.dtype) for key, x in tensors.items()}
+        distinct = {memory[key]: x for key, x in tensors.items()}
+        place = {where: i for i, where in enumerate(distinct)}
         own = [(x.shape, x.dtype) for x in distinct.values()]
-        places = {key: place[id(x)] for key, x in tensors.items()}
+        places = {key: place[where] for key, where in memory.items()}
         kinds, keys = zip(*self.gather_objects((own, places)), strict=True)
         with self.raise_on_all_ranks():
             parts = [

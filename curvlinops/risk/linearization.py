@@ -108,17 +108,18 @@ class Linearization:
             if version_of(tensor) != version or part.data_ptr() != address:
                 yield name
 
-    def compare(self, tensors: Mapping[str, Tensor]) -> None:
+    def compare(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Refuse parameters and buffers that may have changed before the last product.
 
         Args:
-            tensors: The parameters and buffers that the model has now.
+            tensors: The parameters and buffers that the model has now; ``None`` for the same.
 
         Raises:
             RuntimeError: If there are any; the message names the first.
         """
         if not self._checksums:
             return
+        tensors = self._tensors if tensors is None else tensors
         after = set(self._written())  # the last product, which would have refused them
         for name in {**self._tensors, **tensors}:
             if tensors.get(name) is not self._tensors.get(name):

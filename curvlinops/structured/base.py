@@ -186,8 +186,8 @@ class StructuredLinearOperator(TorchLinearOperator):
         Raises:
             ValueError: If the operator is not positive semidefinite.
         """
-        generator = read_generator(self.device, seed, generator)
         num = 1 if num_samples is None else check_count("num_samples", num_samples, at_least=0)
+        generator = read_generator(self.device, seed, generator)
         z = self.domain.draw(num, lambda x: x.normal_(generator=generator))
         draws = self.domain.join_rows(self._multiply_root(self.domain.split_rows(z)))
         return self.domain.vectors(draws[0] if num_samples is None else draws.T)

@@ -25,12 +25,7 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
     """Yield all nodes of the graph that computed some tensors."""
-    return _nodes_behind([output.grad_fn for output in outputs])
-
-
-def _nodes_behind(stack: list[Any]) -> Iterator[Any]:
-    """Yield nodes, and all that computed what they get."""
-    seen = set()
+    stack, seen = [output.grad_fn for output in outputs], set()
     while stack:
         node = stack.pop()
         if node is not None and node not in seen:
@@ -143,13 +138,6 @@ def is_custom(node: Any, function: type | None = None) -> bool:
     """Return whether a node is that of an autograd function in Python, perhaps a certain one."""
     is_python = isinstance(node, BackwardCFunction)
     return is_python and (function is None or function_of(node) is function)
-
-
-def behind_custom_functions(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the nodes of a graph that computed the inputs of the user's own functions."""
-    return _nodes_behind(
-        [following for node in nodes if _is_custom(node) for following, _ in node.next_functions]
-    )
 
 
 def _is_custom(node: Any) -> bool:

@@ -41,20 +41,27 @@ def read_generator(
         ValueError: If both are given, or the seed is not such an integer.
         TypeError: If the generator is none.
     """
-    if seed is not None and generator is not None:
-        raise ValueError("Pass either seed or generator, not both.")
+    check_source(seed, generator)
     if seed is not None:
         return seeded(device, check_count("seed", seed, at_least=0))
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator must be a torch.Generator, got a {type(generator).__name__}. Integers are "
-            "passed as seed."
-        )
     if generator is not None and generator.device == device:
         return generator
     source = torch.device("cpu") if generator is None else generator.device
     drawn = torch.randint(2**62, (), generator=generator, device=source)
     return seeded(device, int(drawn))
+
+
+def check_source(seed: int | None, generator: torch.Generator | None) -> None:
+    """Check the arguments ``seed`` and ``generator``, and draw nothing; see ``read_generator``."""
+    if seed is not None and generator is not None:
+        raise ValueError("Pass either seed or generator, not both.")
+    if seed is not None:
+        check_count("seed", seed, at_least=0)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator must be a torch.Generator, got a {type(generator).__name__}. Integers are "
+            "passed as seed."
+        )
 
 
 class GeneratorStates:

@@ -326,32 +326,48 @@ def saved_axes(node: Any, name: str, ndim: int) -> tuple[int, ...]:
     return tuple(x % max(ndim, 1) for x in axes)
 
 
-def is_users_function(node: Any) -> bool:
-    """Return whether a node is a ``torch.autograd.Function`` that PyTorch does not use itself."""
+def can_be_called(node: Any) -> bool:
+    """Return whether ``gradients_of_inputs`` may call a node.
+
+    Functions that PyTorch itself has in Python, such as those that communicate, may do more than
+    compute gradients. So may those in C++ that are not generated with PyTorch.
+    """
     if not isinstance(node, BackwardCFunction):
-        return False
+        return "::" not in node.name() or node.name() == "torch::autograd::CopySlices"
     module = function_of(node).__module__
-    return not module.startswith("torch.") or module.startswith("torch._library.")
+    is_users = not module.startswith("torch.") or module.startswith("torch._library.")
+    return is_users and len(node._input_metadata) == 1
 
 
-def gradients_of_inputs(node: Any, gradient: Tensor) -> list[Tensor | None]:
+def gradients_of_inputs(node: Any, gradient: Tensor, number: int = 0) -> list[Tensor | None]:
     """Let a node compute the gradients of its inputs, by position in ``next_functions``.
 
     Args:
-        node: A node with a single output.
-        gradient: The gradient of its output.
+        node: A node.
+        gradient: The gradient of one of its outputs; those of the others are zero.
+        number: The number of this output.
+
+    Raises:
+        RuntimeError: If the node fails.
     """
-    with torch.no_grad():
-        if not isinstance(node, BackwardCFunction):
-            found = node(gradient)
-            return list(found) if isinstance(found, tuple) else [found]
-        try:
-            found = node.apply(gradient)
-        except Exception as error:  # the user's code was not written for being called like this
-            raise RuntimeError(f"{node.name()} failed") from error
-        found = found if isinstance(found, tuple) else (found,)
-        # the user's function also returns something for arguments that are no tensors
+    is_custom = isinstance(node, BackwardCFunction)
+    gradients: list[Tensor | None] = [None] * len(node._input_metadata)
+    gradients[number] = gradient
+    try:
+        with torch.no_grad():
+            found = node.apply(gradient) if is_custom else node(*gradients)
+    except Exception as error:  # neither was written for being called like this
+        raise RuntimeError(f"{node.name()} failed") from error
+    found = list(found) if isinstance(found, tuple) else [found]
+    if is_custom:  # it also returns something for arguments that are no tensors
         needed = (
             x for x, is_needed in zip(found, node.needs_input_grad, strict=False) if is_needed
         )
-        return [None if source is None else next(needed, None) for source, _ in node.next_functions]
+        found = [
+            None if source is None else next(needed, None) for source, _ in node.next_functions
+        ]
+    for k, (source, output) in enumerate(node.next_functions):
+        shape = None if source is None else shape_of_output(source, output)
+        if found[k] is not None and shape not in (None, found[k].shape):
+            found[k] = found[k].sum_to_size(shape)  # as autograd does for what was broadcast
+    return found

@@ -102,6 +102,39 @@ def test_true_stops(name: str):
         assert torch.equal(result_of(name, state), result_of(name, same))
 
 
+def overwrite(state: C.Iteration) -> None:
+    """Change all tensors of a state."""
+    for tensor in (state.residuals, state.iterate, state.values):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+
+
+@each_call
+def test_callbacks_may_change_what_they_get(name: str):
+    assert torch.equal(run(name, A, overwrite), run(name, A))
+
+
+def test_histories_and_densities_are_no_callbacks_tensors():
+    for inverse in (C.CGInverseLinearOperator, C.MINRESInverseLinearOperator):
+        changed, plain = (inverse(A, callback=f).solve(B).history for f in (overwrite, None))
+        assert torch.equal(changed, plain)
+    for function in (C.lanczos_approximate_spectrum, C.lanczos_approximate_log_spectrum):
+        changed, plain = (
+            function(A, 6, num_repeats=4, callback=f, **SAMPLING) for f in (overwrite, None)
+        )
+        assert all(map(torch.equal, changed, plain))
+    changed, plain = (C.eigsh(A, 3, callback=f) for f in (overwrite, None))
+    assert torch.equal(changed.history, plain.history)
+
+
+@each_call
+def test_what_is_no_callback(name: str):
+    counting = matrices.Counting(A)
+    with pytest.raises(TypeError, match="callback must be a function of an Iteration, got 3"):
+        run(name, counting, 3)
+    assert not counting.products
+
+
 @pytest.mark.parametrize("inverse", [C.CGInverseLinearOperator, C.MINRESInverseLinearOperator])
 @pytest.mark.parametrize("rtol", [1e-5, 1e-15])
 def test_history_of_residuals(inverse: type, rtol: float):

@@ -1,6 +1,8 @@
 """Eigenpairs: against dense linear algebra, on spectra of all kinds, and against scipy."""
 
 import warnings
+from contextlib import suppress
+from typing import Any
 
 import matrices
 import numpy as np
@@ -10,6 +12,7 @@ import scipy.sparse.linalg as sla
 import small
 import torch
 from contract import ALL, CASES
+from torch import nn
 
 from curvlinops import (
     ConvergenceError,
@@ -146,6 +149,117 @@ def test_copies_with_few_basis_vectors(ncv: int):
         np.testing.assert_allclose(pairs.eigenvalues, expected, atol=1e-13)
 
 
+def kronecker(values: np.ndarray, copies: int) -> np.ndarray:
+    """Return ``A (x) I``, as the GGN of a single layer with squared loss."""
+    return np.kron(matrices.with_spectrum(torch.from_numpy(values), seed=4).numpy(), np.eye(copies))
+
+
+def single_layer() -> np.ndarray:
+    """Return the GGN of a layer with squared loss."""
+    generator = torch.Generator().manual_seed(0)
+    X, y = (torch.rand(200, n, generator=generator, dtype=torch.float64) for n in (9, 5))
+    return small.dense(GGNLinearOperator, nn.Linear(9, 5).double(), [(X, y)], small.MSE).numpy()
+
+
+#: Matrices whose eigenvalues have copies, which one Krylov space does not contain.
+WITH_COPIES = {
+    "low rank": random_gram(30, 8),
+    "damped low rank": random_gram(30, 8) + 0.01 * np.eye(30),
+    "low rank of a small space": random_gram(14, 8) + 0.01 * np.eye(14),
+    "identity": np.eye(50),
+    "A (x) I_5": kronecker(np.linspace(0.2, 2, 10), 5),
+    "A (x) I_2": kronecker(np.linspace(0.1, 2, 25), 2),
+    "graded A (x) I_5": kronecker(np.logspace(-3, 0, 10), 5),
+    "layer": single_layer(),
+}
+PRECISIONS = {"float64": (np.float64, 1e-8), "float32": (np.float32, 1e-4)}
+
+
+def start(A: np.ndarray, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(len(A)).astype(A.dtype)
+
+
+def is_missed(found: np.ndarray, A: np.ndarray, k: int, which: str, tolerance: float) -> bool:
+    """Return whether the eigenvalues are not the wanted ones."""
+    eigenvalues = np.linalg.eigvalsh(A.astype(float))
+    expected = wanted(eigenvalues, k, which)
+    if which == "LM":  # which one of two opposite ones is up to rounding
+        found, expected = np.abs(found), np.abs(expected)
+    difference = np.abs(np.sort(found) - np.sort(expected)).max()
+    return difference > tolerance * np.abs(eigenvalues).max()
+
+
+def misses_in_silence(A: np.ndarray, k: int, which: str, tolerance: float, **options: Any) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = eigsh(A, k, which, **options).eigenvalues.numpy()
+    return not caught and is_missed(found, A, k, which, tolerance)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_copies_are_not_missed_in_silence(name: str, precision: str):
+    dtype, tolerance = PRECISIONS[precision]
+    A = WITH_COPIES[name].astype(dtype)
+    few = [(4, "SA", 6), (4, "SA", 9), (2, "BE", 5), (3, "LA", 7)]
+    for k, which, ncv in [*few, *((6, which, None) for which in WHICH)]:
+        options = {"ncv": ncv, "maxiter": 50}
+        assert not misses_in_silence(A, k, which, tolerance, **options)
+        assert not misses_in_silence(A, k, which, tolerance, v0=start(A, 1), **options)
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("which", WHICH)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_no_more_misses_than_scipy(name: str, precision: str, which: str):
+    dtype, tolerance = PRECISIONS[precision]
+    A = WITH_COPIES[name].astype(dtype)
+    for k in (1, 2, 3, 6):
+        for ncv in (k + 2, 2 * k + 1, None):
+            ours = theirs = 0
+            for seed in range(8):
+                v0 = start(A, seed)
+                ours += misses_in_silence(A, k, which, tolerance, ncv=ncv, v0=v0, seed=seed)
+                with suppress(sla.ArpackError):
+                    found = sla.eigsh(A, k, which=which, ncv=ncv, v0=v0, return_eigenvectors=False)
+                    theirs += is_missed(found, A, k, which, tolerance)
+            assert ours <= theirs
+
+
+def test_one_copy_is_enough():
+    values = np.linspace(0.2, 2, 10)
+    A = kronecker(values, 5)
+    pairs = eigsh(A, 3, "LA", verify=False)
+    np.testing.assert_allclose(pairs.eigenvalues, values[-3:], atol=1e-13)
+    assert pairs.num_products <= 10
+    np.testing.assert_allclose(eigsh(A, 3, "LA").eigenvalues, values[-1], atol=1e-13)
+
+
+def outliers(dim: int, *values: float) -> sla.LinearOperator:
+    """Return the identity, with other eigenvalues in the space of as many random vectors."""
+    U = np.linalg.qr(np.random.default_rng(0).standard_normal((dim, len(values))))[0]
+    scaled = U * (np.array(values) - 1)
+    return sla.LinearOperator((dim, dim), lambda x: x + scaled @ (U.T @ x.ravel()), dtype=float)
+
+
+@pytest.mark.parametrize("values", [(10.0,), (10.0, 10.0, 10.0), (10.0, 9.0, 9.0)], ids=str)
+def test_few_large_eigenvalues_of_a_large_space(values: tuple[float, ...]):
+    """A random vector has so small a part along them that its residual is below the tolerance."""
+    A = outliers(40_000, *values)
+    for v0 in (None, np.ones(40_000)):
+        found = eigsh(A, len(values), "LA", tol=0.1, v0=v0).eigenvalues
+        np.testing.assert_allclose(found, np.sort(values), rtol=0.1)
+
+
+def test_start_near_an_unwanted_eigenvector():
+    A = matrices.large("clustered")
+    vectors = np.linalg.eigh(A)[1]
+    v0 = vectors[:, 100] + 1e-6 * vectors[:, -1]
+    assert float(eigsh(A, 1, v0=v0, tol=1e-2).eigenvalues) > 4.9
+    assert float(eigsh(A, 1, v0=v0, tol=1e-2, verify=False).eigenvalues) < 4.9
+
+
 @pytest.mark.parametrize("which", ["LM", "LA"])
 def test_start_vector_that_is_an_eigenvector(which: str):
     A = matrices.large("multiple")
@@ -193,17 +307,19 @@ AGAINST_SCIPY += [("hessian", w) for w in WHICH] + [("ggn", "LM"), ("ggn", "LA")
 @pytest.mark.parametrize("name, which", AGAINST_SCIPY)
 def test_no_more_products_than_scipy(name: str, which: str):
     A = network(name) if name in CASES else matrices.large(name)
-    theirs = matrices.Counting(A)
+    theirs, v0 = matrices.Counting(A), start(A, 0)
     try:
-        values, vectors = sla.eigsh(theirs, 6, which=which, maxiter=500)
+        values, vectors = sla.eigsh(theirs, 6, which=which, maxiter=500, v0=v0)
         accuracy = np.linalg.norm(A @ vectors - vectors * values, axis=0).max()
     except sla.ArpackNoConvergence:
         accuracy = np.inf
-    ours = matrices.Counting(A)
-    pairs = eigsh(ours, 6, which, seed=0)
-    # equal accuracy: a few units of rounding, relative to the norm, for both
-    assert pairs.residuals.max() <= max(accuracy, 1e-14 * np.linalg.norm(A, 2))
-    assert pairs.num_products == ours.products <= theirs.products
+    # to verify copies that come from rounding errors takes a few more
+    for verify in (False, True) if name != "multiple" else (False,):
+        ours = matrices.Counting(A)
+        pairs = eigsh(ours, 6, which, v0=v0, verify=verify)
+        # equal accuracy: a few units of rounding, relative to the norm, for both
+        assert pairs.residuals.max() <= max(accuracy, 1e-14 * np.linalg.norm(A, 2))
+        assert pairs.num_products == ours.products <= theirs.products
 
 
 @pytest.mark.parametrize("name, which", HARD)

@@ -297,7 +297,7 @@ KEPT = {
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_is_kept_counts_with_all_its_memory(kind: str, case: str, caplog):
     make, some, loss = KEPT[kind]
-    if loss is powers and (ALL[case].needs_root or not ALL[case].takes_loss):
+    if loss is powers and ALL[case].needs_root:
         return
     model, data = make(), [(torch.randn(300, 50), torch.randint(20, (300,))) for _ in range(2)]
     p = Problem(model, loss, list(model.parameters())[some], data, mc=True, reduction="mean")

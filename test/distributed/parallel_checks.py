@@ -769,7 +769,7 @@ def placement() -> None:
         every = held(alone)
         most = 0.6 if dist.get_world_size() == 2 else 0.45
         assert max(num_bytes) <= most * every, (num_bytes, every)
-        assert sum(num_bytes) <= 1.05 * every
+        assert sum(num_bytes) <= 1.05 * every, (case, num_bytes, every)
         assert len(own.input_covariances) < len(alone.input_covariances)
         assert {x.names for x in own.report()} == {x.names for x in alone.report()}
         # draws depend on the number of the batch, which updates of all at once have each their own

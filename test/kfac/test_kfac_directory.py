@@ -35,7 +35,10 @@ def build(cls: type, p: Problem, **options: Any):
 
 
 def files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
+    """Return all files but those whose process was killed while it wrote them."""
+    return {
+        file.name: file.read_bytes() for file in path.iterdir() if not file.name.endswith(".part")
+    }
 
 
 @both

@@ -482,10 +482,10 @@ def test_selected_rows_are_no_tokens_of_samples(masks: list[list[int]]):
 
 
 def test_unequal_numbers_of_rows_are_noticed_where_samples_are_evaluated_alone():
-    """The first and the last sample have the mean number of rows, others do not."""
-    mask = torch.arange(4) < torch.tensor([2, 1, 3, 2])[:, None]
-    X = {"x": torch.randn(4, 4, 4).double(), "mask": mask}
-    model, loss, data = selecting(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (8,)))]
+    """The first and last samples have the mean number of rows, others do not."""
+    mask = torch.arange(4) < torch.tensor([2, 1, 3, 3, 1, 2])[:, None]
+    X = {"x": torch.randn(6, 4, 4).double(), "mask": mask}
+    model, loss, data = selecting(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (12,)))]
     A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
     with pytest.raises(ValueError, match="Sample 1 of batch 0 has 1 rows .* 2 for each sample"):
         A.dense()

@@ -213,6 +213,22 @@ def test_checkpoints(inside: bool):
     check_rows(J, loop(model, *arguments[2:], LOSS), covered=True)
 
 
+def test_checkpoints_with_frozen_parameters():
+    """Also where the graph is read by calls of nodes, the forward pass is computed as it was."""
+
+    def function(s: Using, x: Tensor) -> Tensor:
+        def block(x: Tensor) -> Tensor:
+            return torch.hypot(s.block(x).unfold(1, 3, 1).logsumexp(-1), x[:, :3])
+
+        return s.head(checkpoint(block, x, use_reentrant=False))
+
+    model = Using(function, block=nn.Linear(4, 5), head=nn.Linear(3, 3)).double()
+    arguments = model, LOSS, list(model.parameters()), data()
+    expected = loop(model, *arguments[2:], LOSS)
+    model.block.requires_grad_(False)
+    check_rows(PerSampleGradientLinearOperator(*arguments), expected, covered=True)
+
+
 def branching(s: Using, x: Tensor) -> Tensor:
     """Has no rule on some data."""
     return Fused.apply(x, s.w) if x[0, 0] > 0 else x @ s.w

@@ -17,6 +17,7 @@ from problems import Problem
 from small import CE, batches
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from curvlinops import HessianLinearOperator
 from curvlinops.risk import batch_problem
@@ -364,6 +365,27 @@ def test_functions_without_an_effect_at_first(case: str, function: type[torch.au
         A @ v
 
 
+@pytest.mark.parametrize("function", [Custom, Detaching])
+@pytest.mark.parametrize("case", SECOND_ORDER)
+def test_functions_in_checkpoints(case: str, function: type[torch.autograd.Function]):
+    """The comparison recomputes them, with calls that the package replaces."""
+
+    def inner(h: Tensor) -> Tensor:
+        x = h[:, None, :, None]
+        return function.apply(F.scaled_dot_product_attention(x, x, x)[:, 0, :, 0])
+
+    found = problem(net(lambda h: checkpoint(inner, h, use_reentrant=False)))
+    if function is Detaching:
+        refused(case, found, REFUSED)
+        return
+
+    def plain(h: Tensor) -> Tensor:
+        return (h.unsqueeze(2) * h.unsqueeze(1)).softmax(-1).matmul(h.unsqueeze(2)).squeeze(2).sin()
+
+    A, B = (CASES[case].build(p) for p in (found, problem(net(plain))))
+    assert error(matrix(A), matrix(B)) <= 1e-12
+
+
 def test_functions_that_come_later():
     model = net(Custom.apply)
     H = CASES["hessian"].build(problem(model))
@@ -456,7 +478,9 @@ def test_functions_in_functions_of_parameters():
 def test_a_graph_is_compared_once(case: str):
     """Later products evaluate the model once on each batch."""
     calls = []
-    A = CASES[case].build(problem(net(lambda h: calls.append(len(h)) or Custom.apply(h))))
+    model = net(lambda h: calls.append(len(h)) or Custom.apply(h))
+    model.unused = nn.Linear(2, 2).double()
+    A = CASES[case].build(problem(model))
     for product in range(3):
         calls.clear()
         A @ vectors(A, 2)

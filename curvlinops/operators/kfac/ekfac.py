@@ -138,6 +138,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                     unassigned |= (
                         {use.view} if any(x.is_unassigned for x in contributions) else set()
                     )
+            if unassigned:
+                samples.refuse_interaction()
             for views, basis in sums.bases.items():
                 # memory of gradients that were added is given back at once
                 gradients = by_view.pop(views[0])
