@@ -146,7 +146,8 @@ def batch_norm(node: Any, position: int) -> Use | None:
     if is_training:
         return None
     x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
-    eps, shape = node._saved_eps, (-1, *(1,) * (len(output_shape(node)) - 2))
+    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    shape = -1, *(1,) * (len(output_shape(node)) - 2)
 
     def normalized() -> Tensor:
         return (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()

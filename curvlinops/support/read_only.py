@@ -1,6 +1,5 @@
 """Tensors that cannot be written to, and how to tell which memory a call writes to."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -98,7 +97,6 @@ def written(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[Tens
     return [x for x in found if isinstance(x, Tensor)]
 
 
-@functools.cache
 def _is_in_place(func: Callable) -> bool:
     """Return whether a function writes to its first argument: PyTorch's names of these end so."""
     name = getattr(func, "__name__", "").partition(".")[0]

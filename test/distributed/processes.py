@@ -238,6 +238,7 @@ def classifier(
 def main(checks: Checks, rank: int, size: int, folder: str) -> None:
     """Join the other processes, run the checks in a folder, and write which failed, and how."""
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, size, rank)
     warnings.simplefilter("error")
