@@ -110,6 +110,8 @@ class RecordedBatch:
             if output.requires_grad and output.is_leaf:  # a parameter itself
                 output = output.view_as(output)
         self.output = output
+        # checkpoints compute again what they have saved, when it is read or differentiated
+        self._context, _ = self._evaluation.of_graph([output])
         self.num_samples, self.weight = 0, output.new_zeros(())
         self.uses: list[ParameterUse] = []
         self.is_freed = False
@@ -163,7 +165,7 @@ class RecordedBatch:
             return True
 
         shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
-        with self._evaluation.active():
+        with self._context():
             return Reading(self._nodes, self._reached, shapes, is_function)
 
     def _learn_roles(self, roles: dict[Signature, bool]) -> None:
@@ -188,7 +190,7 @@ class RecordedBatch:
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)
-        with self._evaluation.active():  # nodes of a checkpoint compute again what they have saved
+        with self._context():
             return sample_axes(edge, self.output.shape, self.num_samples, self._nodes)
 
     def _samples_of_rows(self, use: ParameterUse, axes: Mapping) -> SampleAxis | None:
@@ -291,7 +293,7 @@ class RecordedBatch:
         retain, chunks = not (is_last and self._problem.can_substitute), []
         self.is_freed = not retain
         if len(u):
-            with self._evaluation.active():
+            with self._context():
                 chunks = [
                     chunk for _, chunk in self._chunks({"": u}, {"": u.dtype}, inputs, retain)
                 ]
@@ -353,7 +355,7 @@ class RecordedBatch:
 
     def _behind(self, edge: GradientEdge, g: Tensor, name: str) -> Tensor:
         """Return the gradient of a parameter, given one that passes an edge, ``[1, *]``."""
-        with self._evaluation.active():
+        with self._context():
             return edge_vjp(edge, g, get_gradient_edge(self._leaves[name]))[0]
 
     def _sum(
