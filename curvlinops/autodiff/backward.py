@@ -104,8 +104,13 @@ def without_selective_checkpoints() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _SELECTIVE not in str(error):
-            raise
+        raise_selective(error)
+        raise
+
+
+def raise_selective(error: Exception) -> None:
+    """Raise the error of ``without_selective_checkpoints`` in place of PyTorch's, if it is that."""
+    if _SELECTIVE in str(error):
         raise NoDerivativeError(
             "Layers under selective activation checkpointing can be differentiated once, but this "
             "needs several backward passes, or what their layers have saved. Take plain activation "

@@ -53,6 +53,12 @@ class LookedUp(NamedTuple):
     table: GradientEdge
     view_of: ViewOf | None
 
+    @classmethod
+    def at(cls, output: GradientEdge, view_of: ViewOf | None) -> "LookedUp | None":
+        """Return the lookup whose output is given, ``None`` if no rule knows it."""
+        (use,) = uses_of(output.node, 0) or (None,)
+        return use and cls(output, use, GradientEdge(*output.node.next_functions[0]), view_of)
+
     @property
     def entries(self) -> Entries | None:
         """The entries of a parameter that the table has, in the order of gradients."""
@@ -66,21 +72,25 @@ class ParameterUse:
     Attributes:
         call: The number of the product, the same for a product with a weight and its bias.
         node: The node.
+        position: The argument's position among the node's inputs.
         use: The way in which the node's output depends on the argument.
         source: The argument: a parameter, or a function of parameters.
         view_of: Its entries of a parameter, ``None`` if it is another function.
         lookup: The lookup whose rows the argument is a function of, row by row; ``None`` without.
         names: The parameters of which the argument is a function.
+        expanded: The node that expands the argument for a product of batches; ``None`` without.
         samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
     """
 
     call: int
     node: Any
+    position: int
     use: Use
     source: GradientEdge
     view_of: ViewOf | None
     lookup: LookedUp | None
     names: tuple[str, ...]
+    expanded: Any = None
     samples: SampleAxis | None = None
 
     @property
@@ -100,6 +110,32 @@ class ParameterUse:
 
 
 # --- reading
+
+
+def uses_at(
+    node: Any, position: int, expanded: Any = None
+) -> tuple[list[Use] | None, GradientEdge]:
+    """Return the uses of an input, and the function of parameters that they are uses of.
+
+    Args:
+        node: The node.
+        position: The position of the input.
+        expanded: The node that expands the input for a product of batches; ``None`` without.
+    """
+    if expanded is not None:
+        left = position == len(node.next_functions) - 2
+        x = node._saved_mat2 if left else node._saved_self
+        batch = output_shape(expanded)[:-2]
+        source = GradientEdge(*expanded.next_functions[0])
+        use = factor(x, output_shape(*source[:2]), left, batch=batch)
+        return use and [use], source
+    source = GradientEdge(*node.next_functions[position])
+    if metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
+        return None, source
+    if node.name() in RULES or is_custom(node):
+        return uses_of(node, position), source
+    use = elementwise(node, position)
+    return use and [use], source
 
 
 #: Identifies a node by the way in which it depends on parameters.
@@ -170,7 +206,8 @@ class Reading:
         for position in reversed(own):  # a bias comes in front of the factors
             source = GradientEdge(*edges[position])
             names = self._names[source.node]
-            uses, source = self._uses(node, position, source)
+            expanded = self._expanded.get(source.node)
+            uses, source = uses_at(node, position, expanded)
             view = self.view_of(*source[:2])
             if uses is None or (view is None and any(use.part is not None for use in uses)):
                 self.unread.update(names)
@@ -182,7 +219,9 @@ class Reading:
                 if product is not None:
                     call, use.is_bias, use.joins_weight = product, True, True
                 part = view if use.part is None else view.select(0, use.part)
-                self.uses.append(ParameterUse(call, node, use, source, part, lookup, names))
+                found = ParameterUse(call, node, position, use, source, part, lookup, names)
+                found.expanded = expanded
+                self.uses.append(found)
 
     def _is_function(self, node: Any, signature: Signature) -> bool:
         """Return whether a node whose inputs with gradients are functions of parameters is one."""
@@ -191,25 +230,6 @@ class Reading:
         known = self._asked(node, signature)
         self.has_open |= known is None
         return bool(known)
-
-    def _uses(
-        self, node: Any, position: int, source: GradientEdge
-    ) -> tuple[list[Use] | None, GradientEdge]:
-        """Return the uses of an input, and the function of parameters that they are uses of."""
-        if source.node in self._expanded:  # only a product of batches uses what is expanded
-            inner = self._expanded[source.node]
-            left = position == len(node.next_functions) - 2
-            x = node._saved_mat2 if left else node._saved_self
-            batch = output_shape(inner)[:-2]
-            source = GradientEdge(*inner.next_functions[0])
-            use = factor(x, output_shape(*source[:2]), left, batch=batch)
-            return use and [use], source
-        if metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
-            return None, source
-        if node.name() in RULES or is_custom(node):
-            return uses_of(node, position), source
-        use = elementwise(node, position)
-        return use and [use], source
 
     def _is_expanded(self, node: Any) -> bool:
         """Return whether a node expands a matrix for a product of batches, as matmul does."""
@@ -278,11 +298,8 @@ class Reading:
         shape = output_shape(node, number)
         while node not in self._leaves and output_shape(node, number) == shape:
             if node.name() == "EmbeddingBackward0":
-                table = GradientEdge(*node.next_functions[0])
-                (use,) = uses_of(node, 0) or (None,)
-                return use and LookedUp(
-                    GradientEdge(node, number), use, table, self.view_of(*table[:2])
-                )
+                view = self.view_of(*node.next_functions[0])
+                return LookedUp.at(GradientEdge(node, number), view)
             sources = [x for x in node.next_functions if x[0] is not None]
             if len(sources) != 1:
                 return None

@@ -20,6 +20,7 @@ from curvlinops.layers.gradients import (
     sum_of,
 )
 from curvlinops.layers.outer import OuterProducts
+from curvlinops.layers.plan import Plan, identity
 from curvlinops.layers.reading import (
     LOOKUPS,
     PRODUCTS,
@@ -97,6 +98,8 @@ class RecordedBatch:
         weight: The batch's weight. Who records the batch sets it.
         uses: The uses of parameters, see ``read``.
         unread: The parameters that meet data at a node whose rule is not known.
+        conclusions: What others have concluded of the uses in this graph and in equal ones, by
+            keys of theirs.
         is_freed: Whether the last backward pass has freed the graph.
     """
 
@@ -114,6 +117,7 @@ class RecordedBatch:
         self._context, _ = self._evaluation.of_graph([output])
         self.num_samples, self.weight = 0, output.new_zeros(())
         self.uses: list[ParameterUse] = []
+        self.conclusions: dict[Any, Any] = {}
         self.is_freed = False
         self.unread: set[str] = set()
         # a method of this object would keep the graph in memory after its last use
@@ -127,23 +131,38 @@ class RecordedBatch:
             with self._evaluation.active():
                 self._problem.learn_from(self.output, self._leaves, must_depend=False)
 
-    def read(self, roles: dict[Signature, bool]) -> None:
+    def read(self, roles: dict[Signature, bool], plans: dict[Any, Plan]) -> None:
         """Find the uses of parameters in the graph, and the samples of their rows.
 
         Args:
             roles: What graphs of this model have shown of nodes, see ``Reading``. What this one
                 shows is added.
+            plans: The plans of earlier graphs. If none is of this graph, that of this one is added.
         """
+        same = self.num_samples, identity(self._nodes, self._reached)
+        if (plan := plans.get(same)) is not None:
+            with self._context():
+                uses = plan.uses(self._nodes)
+            if uses is not None:
+                self.uses, self.unread, self.conclusions = uses, {*plan.unread}, plan.conclusions
+                return
+        self._depends_on_numbers = False
         axes = self._sample_axes() if self.num_samples > 1 else {}
         reading = self._reading(axes, roles)
         if reading.has_open and not self._tracks_inputs:
             self._learn_roles(roles)
             reading = self._reading(axes, roles)
         for signature, is_function in reading.roles.items():
+            if is_function and not roles.get(signature):
+                plans.clear()  # some may have taken it for a use
             roles[signature] = is_function or roles.get(signature, False)
         self.uses, self.unread = reading.uses, reading.unread
         for use in self.uses:
             use.samples = self._samples_of_rows(use, axes)
+        has_parts = any(use.use.part is not None for use in self.uses)
+        if not (self._depends_on_numbers or has_parts or reading.has_open):
+            plan = plans[same] = Plan(self._nodes, self.uses, self.unread)
+            self.conclusions = plan.conclusions
 
     def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
         @cache
@@ -161,6 +180,7 @@ class RecordedBatch:
             if node.name() in PRODUCTS and not self._tracks_inputs:
                 return roles.get(signature)
             if node.name() in LOOKUPS and place is TABLE:
+                self._depends_on_numbers = True
                 return given().isdisjoint(saved_memory(node))
             return True
 
@@ -186,12 +206,15 @@ class RecordedBatch:
             return
         if len(twin.output) * self.num_samples == len(self.output) * num_samples:
             twin.num_samples = num_samples
-            twin.read(roles)
+            twin.read(roles, {})
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)
+        asked: list[Any] = []
         with self._context():
-            return sample_axes(edge, self.output.shape, self.num_samples, self._nodes)
+            axes = sample_axes(edge, self.output.shape, self.num_samples, self._nodes, asked)
+        self._depends_on_numbers = bool(asked)
+        return axes
 
     def _samples_of_rows(self, use: ParameterUse, axes: Mapping) -> SampleAxis | None:
         """Return the axis of a use's rows that numbers the samples, ``None`` if not known."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import NoDerivativeError, without_selective_checkpoints
+from curvlinops.autodiff.backward import NoDerivativeError, raise_selective
 from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.support.norms import wide
@@ -99,11 +99,11 @@ def uses_of(node: Any, position: int) -> list[Use] | None:
     if rule is None:
         return None
     try:
-        with without_selective_checkpoints():
-            uses = rule(node, position)
+        uses = rule(node, position)
     except NoDerivativeError:
         raise
     except Exception as error:
+        raise_selective(error)
         name = getattr(rule, "__qualname__", repr(rule))
         raise RuleError(
             f"The rule {name} for gradients of a layer fails: {error!r}. See above for where; "

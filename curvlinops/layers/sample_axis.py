@@ -10,7 +10,8 @@ nodes, and those whose rule proves nothing, are asked: they are called with grad
 scaled by another power of two for each sample. The scale of the gradient that they return for an
 entry of an input then tells to which sample the entry belongs, or that it belongs to several.
 
-Both proofs hold for the numbers of the batch whose graph it is.
+The first proof holds for all graphs with these shapes and arguments, the second one for the numbers
+of the batch whose graph it is.
 """
 
 import re
@@ -93,7 +94,11 @@ Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
 
 
 def sample_axes(
-    output_edge: GradientEdge, output_shape: Shape | Size, num_samples: int, order: Sequence[Node]
+    output_edge: GradientEdge,
+    output_shape: Shape | Size,
+    num_samples: int,
+    order: Sequence[Node],
+    asked: list[Node] | None = None,
 ) -> dict[tuple[Node, int], SampleAxis | Constant]:
     """Find the axis of samples in the outputs of the nodes of a graph.
 
@@ -104,6 +109,8 @@ def sample_axes(
         num_samples: N, at least 2.
         order: All nodes of the graph, inputs before those who use them. Only nodes on the way from
             the leaves to the output are looked at.
+        asked: Receives the nodes that were asked. If there is none, what is found holds for the
+            numbers of all batches whose graphs have the same shapes and arguments.
 
     Returns:
         A dictionary from a node and the number of one of its outputs to the axis of the samples, or
@@ -127,7 +134,7 @@ def sample_axes(
         for number, place in outputs.items():
             if isinstance(place, _Assigned):
                 place = outputs[number] = _regular(place)
-            new = _claims(node, number, place, sources, shape_of)
+            new = _claims(node, number, place, sources, shape_of, asked)
             for claim, (_, source, output) in zip(new, sources, strict=True):
                 if claim is False:
                     continue
@@ -149,6 +156,7 @@ def _claims(
     place: Claim,
     sources: Sequence[tuple[int, Node, int]],
     shape_of: Callable[[Node, int], Shape],
+    asked: list[Node] | None,
 ) -> Sequence[Claim]:
     """Return what the place of the samples in an output says of some inputs."""
     if place is None or isinstance(place, Constant):
@@ -168,6 +176,8 @@ def _claims(
                 break  # another version of PyTorch, or another signature, saves other arguments
         if None not in claims or not can_be_called(node):
             return claims
+        if asked is not None:
+            asked.append(node)
         N, samples = _number_of_samples(place, out), _asked(node, number, place, out)
         for k, (position, source, output) in enumerate(sources):
             if claims[k] is None:

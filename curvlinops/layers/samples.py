@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from torch import Tensor
 
 from curvlinops.layers.check import probe
 from curvlinops.layers.fallback import OneByOne, check_layers
 from curvlinops.layers.gradients import BYTES, Piece
+from curvlinops.layers.plan import Plan
 from curvlinops.layers.reading import ParameterUse, Signature
 from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
 from curvlinops.layers.rules import RuleError
@@ -25,6 +27,8 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
 NUM_GRAPHS = 256
+#: The number of graphs whose plans are kept. A plan takes about 1 kB for each node of its graph.
+NUM_PLANS = 64
 
 
 class SampleGradients:
@@ -74,6 +78,11 @@ class SampleGradients:
         """Why parameters are treated sample by sample; complete once rules were checked."""
         names = self._problem.space.shapes
         return {name: x for name, x in self._rules.fallbacks.items() if name in names}
+
+    @property
+    def conclusions(self) -> dict[Any, Any]:
+        """What others have concluded of the uses in this graph and in equal ones."""
+        return {} if self._batch is None else self._batch.conclusions
 
     def check(self) -> None:
         """Check rules that were not checked before, by a backward pass of its own."""
@@ -166,6 +175,7 @@ class LayerFacts:
     Attributes:
         roles: Which nodes return functions of parameters alone, see ``Reading``.
         checked: The parameters whose rules agree with autograd, by the graph's operations.
+        plans: What was read of graphs, see ``RecordedBatch.read``.
     """
 
     is_shared = True
@@ -173,12 +183,18 @@ class LayerFacts:
     def __init__(self):
         self.roles: dict[Signature, bool] = {}
         self.checked: dict[int, set[str]] = {}
+        self.plans: dict[Any, Plan] = {}
 
     def add(self, operations: int, names: set[str]) -> None:
         """Add parameters whose rules agree with autograd in a graph."""
-        if operations not in self.checked and len(self.checked) >= NUM_GRAPHS:
-            del self.checked[next(iter(self.checked))]
         self.checked[operations] = self.checked.get(operations, set()) | names
+        self.forget_old()
+
+    def forget_old(self) -> None:
+        """Forget the oldest facts of graphs if there are too many."""
+        for facts, limit in ((self.checked, NUM_GRAPHS), (self.plans, NUM_PLANS)):
+            while len(facts) > limit:
+                del facts[next(iter(facts))]
 
 
 class SampleBackward:
@@ -241,7 +257,8 @@ class SampleBackward:
         if batch.is_constant:
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
-        batch.read(self._facts.roles)
+        batch.read(self._facts.roles, self._facts.plans)
+        self._facts.forget_old()
         if batch.unread:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""

@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -43,6 +43,11 @@ without_torch_function = internal("torch._C", "DisableTorchFunction")
 def input_metadata(node: Any, number: int) -> Any:
     """Return ``shape`` and ``dtype`` of the gradient of one of a node's outputs."""
     return node._input_metadata[number]
+
+
+def outputs_of(node: Any) -> Sequence[Any]:
+    """Return ``shape`` and ``dtype`` of the gradients of all of a node's outputs."""
+    return node._input_metadata
 
 
 def leave_uncompiled(subclass: type) -> None:

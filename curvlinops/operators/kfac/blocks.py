@@ -49,7 +49,8 @@ _SEPARATE = (
 
 
 @recorded
-class LayerUse(NamedTuple):
+@dataclass(frozen=True)
+class LayerUse:
     """A way in which layers use entries of a parameter. Each use has sums for Kronecker factors.
 
     Attributes:
@@ -68,6 +69,17 @@ class LayerUse(NamedTuple):
     is_product: bool
     partner: ParameterView | None = None
     shares_gradients: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # as that of views
+        return hash((self.view, self.shape, self.is_product, self.partner))
+
+    def __reduce__(self) -> tuple:
+        fields = self.view, self.shape, self.is_product, self.partner, self.shares_gradients
+        return LayerUse, fields
 
     @property
     def name(self) -> str:
@@ -106,23 +118,41 @@ class Uses(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """The gradients of one use, and the calls of layers that they come from."""
+    """A use, and the calls of layers that it comes from."""
 
     use: LayerUse
-    contributions: list[UseGradient] = field(default_factory=list)
     calls: set[int] = field(default_factory=set)
 
 
 def group_by_use(
-    contributions: Iterable[UseGradient], reduced: Collection[str]
+    contributions: Iterable[UseGradient],
+    reduced: frozenset[str],
+    conclusions: dict[Any, Any],
 ) -> dict[LayerUse, list[UseGradient]]:
     """Return a batch's gradients by use.
 
     Args:
         contributions: The gradients that calls of layers contribute.
         reduced: The parameters that are treated by the reduce setting.
+        conclusions: What was concluded of the same graph, see ``SampleGradients``.
     """
+    contributions = list(contributions)
+    key = "layers", reduced, tuple(x.name for x in contributions)
+    uses = conclusions.get(key)
+    if uses is None:
+        uses = conclusions[key] = _layer_uses(contributions, reduced)
+    groups: dict[LayerUse, list[UseGradient]] = {}
+    for use, contribution in zip(uses, contributions, strict=True):
+        groups.setdefault(use, []).append(contribution)
+    return groups
+
+
+def _layer_uses(
+    contributions: Iterable[UseGradient], reduced: frozenset[str]
+) -> list[LayerUse]:
+    """Return the use that each gradient is one of."""
     groups: dict[LayerUse, _Group] = {}
+    of_each: list[_Group] = []
     weights: dict[int, _Group] = {}
     biases: dict[int, _Group] = {}
     for contribution in contributions:
@@ -133,10 +163,8 @@ def group_by_use(
         shape = KroneckerShape.of(contribution.gradient, recorded.use.is_bias)
         is_product = (shape or contribution.gradient.before_pullback.kronecker_shape) is not None
         use = LayerUse(view, shape, is_product)
-        group = groups.get(use)
-        if group is None:
-            group = groups[use] = _Group(use)
-        group.contributions.append(contribution)
+        group = groups.setdefault(use, _Group(use))
+        of_each.append(group)
         group.calls.add(recorded.call)
         if shape is not None and not shape.is_bias:
             weights[recorded.call] = group
@@ -150,7 +178,7 @@ def group_by_use(
             shares = w.shape.groups == 1 and (w.name in reduced) == (b.name in reduced)
             weight.use = LayerUse(w.view, w.shape, w.is_product, b.view, shares)
             bias.use = LayerUse(b.view, b.shape, b.is_product, w.view, shares)
-    return {group.use: group.contributions for group in groups.values()}
+    return [group.use for group in of_each]
 
 
 def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mapping) -> bool:

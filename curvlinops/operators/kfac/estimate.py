@@ -78,7 +78,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     at_output: set[LayerUse] = set()
     padding = Padding(problem, samples, sums.options)
     for chunk, (u, last) in enumerate(mark_last(vectors)):
-        groups = group_by_use(samples.by_use(u, last), sums.options.reduced)
+        groups = group_by_use(samples.by_use(u, last), sums.options.reduced, samples.conclusions)
         if chunk == 0:
             unknown = samples.fallbacks | _unassigned(groups, sums.options)
             if not sums.blocks or not sums.uses.includes(groups.keys(), unknown):

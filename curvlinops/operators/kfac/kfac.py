@@ -212,7 +212,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         with self._on_all_ranks("partitions"), self._batches("partitions") as problems:
             first = islice(problems, 1)
             for _, samples in self._forward_passes(first, sums):
-                groups = group_by_use(samples.uses(), self._options.reduced)
+                groups = group_by_use(samples.uses(), self._options.reduced, samples.conclusions)
                 uses = Uses(frozenset(groups), samples.fallbacks)
         uses = reduce(Uses.union, ranks.gather_objects(uses))
         groups = units(uses, names)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
@@ -191,9 +192,12 @@ class FactorSums:
             scale: Returns the risk's normalization c, given the data's weight.
         """
         self.scale = scale(self.weight) if float(self.weight) else 1.0
+        equal: dict[float, list[Tensor]] = {}
         for key, tensor in self.tensors.items():
             if key[1] not in COUNTS:
-                tensor *= self.normalization(key)
+                equal.setdefault(self.normalization(key), []).append(tensor)
+        for factor, tensors in equal.items():
+            torch._foreach_mul_(tensors, factor)
 
     def plus(
         self,
@@ -212,6 +216,8 @@ class FactorSums:
         """
         num_batches, bases = self.num_batches + other.num_batches, other.bases | self.bases
         both = replace(other, tensors={}, bases=bases, num_batches=num_batches, scale=None)
+        # of many small tensors, those with equal factors are added by one call
+        equal: dict[tuple[float, float], list[Key]] = {}
         # the counts and the weight come first: they tell the normalization of the others
         for key in sorted(self.tensors | other.tensors, key=lambda key: key[1] not in COUNTS):
             if both.scale is None and key[1] not in COUNTS:
@@ -223,8 +229,18 @@ class FactorSums:
                 tensor, factor = (old, of_old) if new is None else (new, of_new)
                 both.tensors[key] = tensor if factor == 1.0 else factor * tensor
                 continue
-            out = new.mul_(of_new) if overwrite and key[1] not in COUNTS else new * of_new
-            both.tensors[key] = out.add_(old, alpha=of_old)
+            if key[1] in COUNTS:
+                both.tensors[key] = (new * of_new).add_(old, alpha=of_old)
+            else:
+                equal.setdefault((of_old, of_new), []).append(key)
+        for (of_old, of_new), keys in equal.items():
+            olds, news = ([x.tensors[key] for key in keys] for x in (self, other))
+            if overwrite:
+                torch._foreach_mul_(news, of_new)
+            else:
+                news = torch._foreach_mul(news, of_new)
+            torch._foreach_add_(news, olds, alpha=of_old)
+            both.tensors.update(zip(keys, news, strict=True))
         return both
 
     # --- several processes
