@@ -147,9 +147,7 @@ def group_by_use(
     return groups
 
 
-def _layer_uses(
-    contributions: Iterable[UseGradient], reduced: frozenset[str]
-) -> list[LayerUse]:
+def _layer_uses(contributions: Iterable[UseGradient], reduced: frozenset[str]) -> list[LayerUse]:
     """Return the use that each gradient is one of."""
     groups: dict[LayerUse, _Group] = {}
     of_each: list[_Group] = []

@@ -124,7 +124,9 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ) -> None:
         """Add a batch's squared gradients in the eigenbases of blocks."""
         for u, last in mark_last(backpropagated(problem, samples, self._options)):
-            groups = group_by_use(samples.by_use(u, last), self._options.reduced, samples.conclusions)
+            groups = group_by_use(
+                samples.by_use(u, last), self._options.reduced, samples.conclusions
+            )
             if not sums.uses.includes(groups.keys(), samples.fallbacks):
                 raise ValueError(_OTHER_USES)
             by_view: dict[ParameterView, list[FactoredGradient]] = {

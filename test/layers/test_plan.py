@@ -1,0 +1,78 @@
+"""Graphs with the same operations and shapes, which use parameters in different ways."""
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import error
+from models import Using
+from sample_gradients import rows_in_batches
+from torch import Tensor, nn
+
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.layers.samples import LayerFacts
+
+N, D = 4, 4
+SUM = nn.MSELoss(reduction="sum")
+
+#: Functions of ``x``, ``[N, D, D]``, whose argument ``k`` in (0, 1) decides.
+FUNCTIONS: dict[str, Callable[[Using, Tensor, int], Tensor]] = {
+    "axis of samples": lambda s, x, k: F.linear(x.transpose(k, k + 1), s.w).transpose(k, k + 1),
+    "part of a weight": lambda s, x, k: F.linear(x[..., :2], s.w[:, 2 * k : 2 * k + 2]),
+    "transposed weight": lambda s, x, k: x @ s.w.permute((0, 1) if k else (1, 0)),
+    "weight of another layer": lambda s, x, k: F.linear(x, s.v if k else s.w),
+    "scale": lambda s, x, k: torch.addmm(s.b, x[:, 0], s.w, beta=1 + k, alpha=2 - k)[:, None],
+    "sign": lambda s, x, k: torch.add(x * s.b, s.c, alpha=1 - 2 * k),
+    "row of a table": lambda s, x, k: x * s.w[k],
+    "diagonal": lambda s, x, k: x[..., :3] * torch.diagonal(s.w, 2 * k - 1),
+    "constant rows": lambda s, x, k: x + F.embedding(torch.tensor([k, 1, 2, k]), s.w),
+    "rows of samples": lambda s, x, k: x + F.embedding((x[..., 0] > k).long(), s.w),
+    "mask": lambda s, x, k: (x @ s.w).masked_fill(x[..., :1] > k, 0.0),
+    "factor": lambda s, x, k: x * torch.where(x > k, s.b, s.c),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equal_operations_with_other_arguments(name: str, double: None):
+    def function(s: Using, X: dict[str, Tensor]) -> Tensor:
+        return s.head(torch.tanh(FUNCTIONS[name](s, X["x"], int(X["k"][0]))).sum(1))[:, :2]
+
+    w, v, b, c = (torch.randn(*shape) for shape in [(D, D), (D, D), (D,), (D,)])
+    model = Using(function, w=w, v=v, b=b, c=c, head=nn.LazyLinear(2))
+    inputs = [
+        {"x": torch.randn(n, D, D), "k": torch.full((n,), k)}
+        for k, n in [(0, N), (1, N), (0, N), (1, N), (1, 1), (0, 1), (0, N)]
+    ]
+    model(inputs[0])
+    data = [(X, torch.randn(len(X["x"]), 2)) for X in inputs]
+    params = dict(model.named_parameters())
+    J = PerSampleGradientLinearOperator(model, SUM, list(params.values()), data)
+    expected = rows_in_batches(model, data, SUM)
+    for _ in range(2):
+        assert error(J.dense(), expected) <= 1e-12
+    data = [(X, y) for X, y in data if len(y) > 1]
+    options = {"fisher_type": "empirical", "fallback": "dense"}
+    K = KFACLinearOperator(model, SUM, params, data, **options)
+    # no model of these has another batch
+    first, *others = (
+        KFACLinearOperator(m, SUM, dict(m.named_parameters()), [batch], **options)
+        for batch in data
+        for m in [copy.deepcopy(model)]
+    )
+    for other in others:
+        first.merge(other)
+    assert error(K.to_dense(), first.to_dense()) <= 1e-12
+
+
+def test_equal_graphs_have_one_plan(double: None):
+    """Batches of equal sizes are read once; those of another size once more."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
+    data = [(torch.randn(n, D), torch.randn(n, 2)) for n in (N, N, 3, N, 3)]
+    before = {id(x) for x in gc.get_objects() if isinstance(x, LayerFacts)}
+    K = KFACLinearOperator(model, SUM, list(model.parameters()), data)
+    K.compute_kronecker_factors()
+    facts = [x for x in gc.get_objects() if isinstance(x, LayerFacts) and id(x) not in before]
+    assert sum(len(x.plans) for x in facts) == 2
