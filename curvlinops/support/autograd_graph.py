@@ -150,8 +150,11 @@ def runs_python(node: Any) -> bool:
     """Return whether a node runs the user's code: its backward, or hooks on what it has saved."""
     if _is_custom(node):
         return True
-    saved = (getattr(value, "data", None) for value in saved_values(node))
-    return not all(value is None or isinstance(value, Tensor) for value in saved)
+    for value in saved_values(node):
+        held = getattr(value, "data", None)
+        if held is not None and not isinstance(held, Tensor):
+            return True
+    return False
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
