@@ -88,22 +88,15 @@ class _Task(NamedTuple):
 #: Returns gradients ``[V, n, *parameter]`` of some samples.
 Way = Callable[[_Task], Columns]
 
-#: The shapes of a batch's output and tensors.
-Shapes = tuple[torch.Size, ...]
-
 
 class OneByOne:
     """Backpropagates vectors to parameters without rules, sample by sample.
 
-    It remembers the ways that fail on batches of some shapes. A way is compared with the graph of a
-    whole batch once; if it has failed on other shapes, on each batch.
+    A way to do so is compared with the graph of each batch. One that has failed is left out later.
     """
 
     def __init__(self):
-        self._compared: set[Way] = set()
-        #: Why a way fails, by the way and the shapes of the batch's tensors.
-        self._failed: dict[tuple[Way, Shapes], str] = {}
-        self._has_warned = False
+        self._failed: dict[Way, str] = {}
 
     def gradients(
         self,
@@ -132,34 +125,27 @@ class OneByOne:
 
     def _compute(self, task: _Task) -> Columns:
         """Return gradients ``[V, n, *parameter]``."""
-        if not task.u.numel():
+        if not task.u.numel() or len(task.output) == 1:
             return _in_whole(task)
-        shapes = tuple(x.shape for x in (task.output, *leaves(task.problem.batch.X)))
-        for way in _WAYS:
-            if (way, shapes) in self._failed:
-                continue
-            try:
-                gradients = way(task)
-                if way not in self._compared or any(failed is way for failed, _ in self._failed):
+        if len(self._failed) < len(_WAYS):
+            for way in [way for way in _WAYS if way not in self._failed]:
+                try:
+                    gradients = way(task)
                     _check_gradients(gradients, task)
-                    self._compared.add(way)
-            except UnequalRowsError:
-                raise
-            except Exception as error:  # a user's model may raise anything on a part of a batch
-                if not is_refusal(error):
+                    return gradients
+                except UnequalRowsError:
                     raise
-                self._failed[way, shapes] = first_line(error).rstrip(".")
-            else:
-                return gradients
-        if len(task.output) > 1 and not self._has_warned:
-            self._has_warned = True
+                except Exception as error:  # a user's model may raise anything on a part of a batch
+                    if not is_refusal(error):
+                        raise
+                    self._failed[way] = first_line(error).rstrip(".")
             _LOGGER.warning(
-                "The samples of batch %d cannot be evaluated alone (%s). Their gradients pass the "
-                "graph of the whole batch, which takes time quadratic in the number of samples. "
-                "Let X consist of tensors whose first axis numbers the samples, or let the data "
-                "yield batches of one sample.",
+                "The samples of batch %d cannot be evaluated alone (%s). Gradients pass the graph "
+                "of whole batches, which takes time quadratic in the number of samples. Let X "
+                "consist of tensors whose first axis numbers the samples, or let the data yield "
+                "batches of one sample.",
                 task.problem.batch.index,
-                self._failed[_in_a_loop, shapes],
+                self._failed[_in_a_loop],
             )
         return _in_whole(task)
 
