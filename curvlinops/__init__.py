@@ -137,5 +137,6 @@ if not TYPE_CHECKING:  # type checkers know that other names are missing
 
     def __getattr__(name: str) -> Any:
         """Refuse the names of curvlinops-for-pytorch by what to write instead."""
-        no_attribute = f"module 'curvlinops' has no attribute '{name}'"
-        raise AttributeError(explain(name) if name in FORMER else no_attribute, name=name)
+        if name in FORMER:  # ``from curvlinops import name`` would hide an AttributeError
+            raise ImportError(explain(name), name=name)
+        raise AttributeError(f"module 'curvlinops' has no attribute '{name}'", name=name)

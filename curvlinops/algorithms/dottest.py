@@ -3,13 +3,12 @@
 import torch
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.support.arguments import check_count, with_known_keywords
+from curvlinops.support.arguments import check_count
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
 
 
 @in_default_modes
-@with_known_keywords
 def dottest(
     A: AnyMatrix,
     num_tests: int = 3,

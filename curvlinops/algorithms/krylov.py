@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from types import SimpleNamespace
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors
-from curvlinops.support.arguments import check_count, check_number, without_graph
+from curvlinops.support.arguments import check_count, check_number, nearest, without_graph
 from curvlinops.support.progress import show_residuals
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -33,6 +33,11 @@ _ALIASES = {
     "tolerance": "rtol",
     "max_iter": "maxiter",
     "initial_guess": "x0",
+}
+#: Options of other packages, and what to do instead.
+_REFUSED = {
+    "eps": "Omit it; to add a multiple of the identity, pass damping.",
+    "max_tridiag_iter": "Omit it; for log-determinants, use lanczos_logdet.",
 }
 
 
@@ -104,11 +109,6 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         TypeError: If an option is unknown, or given under two names.
     """
 
-    _refused_keywords: ClassVar[dict[str, str]] = {
-        "eps": "omit eps; to add a multiple of the identity, pass damping",
-        "max_tridiag_iter": "omit it; for log-determinants, use lanczos_logdet",
-    }
-
     def __init__(
         self,
         A: AnyMatrix,
@@ -136,6 +136,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         if len(given) < len(options):
             raise TypeError(f"An option is given twice, under two names: {sorted(options)}.")
         defaults = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None, "x0": None}
+        for name in given.keys() - defaults.keys():
+            remedy = _REFUSED.get(name) or nearest(name, SolverOptions.__annotations__)
+            raise TypeError(f"There is no option '{name}'. {remedy}")
         preconditioner, rtol, atol, maxiter, x0 = (defaults | given).values()
         self.rtol = check_number("rtol", rtol, 0)
         self.atol = 0.0 if atol is None else check_number("atol", atol, 0)

@@ -7,7 +7,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from curvlinops.algorithms.as_operator import operators_in
 from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized
-from curvlinops.support.arguments import with_known_keywords
 from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
@@ -42,7 +41,6 @@ def solves(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @with_known_keywords
         @wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = [*args, *kwargs.values()]

@@ -14,7 +14,7 @@ from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.sampling import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.algorithms.solver import solver
-from curvlinops.support.arguments import KnownKeywords, check_count, with_known_keywords
+from curvlinops.support.arguments import check_count
 from curvlinops.support.progress import expect_products
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.support.warnings import warn
@@ -50,10 +50,10 @@ Density = tuple[Tensor, Tensor] | SpectralDensity
 def _estimator(
     function: Callable[Concatenate[AnyMatrix, P], Density],
 ) -> Estimator[P, tuple[Tensor, Tensor], SpectralDensity]:
-    return in_default_modes(with_known_keywords(function))
+    return in_default_modes(function)
 
 
-class _LanczosRuns(KnownKeywords):
+class _LanczosRuns:
     """Keeps Lanczos runs from random directions; new ones are made when they are needed.
 
     The arguments are those of ``lanczos_approximate_spectrum``.

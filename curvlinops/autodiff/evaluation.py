@@ -31,13 +31,6 @@ from curvlinops.support.torch_modes import without_compiler
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
 
-_ONE_ARGUMENT = (
-    "The model got X, of type {}, as one argument. If it takes the entries of X as keyword "
-    "arguments, as the models of Hugging Face do, construct the operator from "
-    "*curvlinops.integrations.transformers.problem(model, loader). For other models, pass a Module "
-    "whose forward(self, X) returns the output of self.inner(**X)."
-)
-
 #: A container, and the objects in it.
 Contents = tuple[Collection, Collection]
 
@@ -117,24 +110,8 @@ class Evaluation:
         return nullcontext, ()
 
     def output(self, X: Any) -> Any:
-        """Evaluate the model; inside ``active()`` only.
-
-        Raises:
-            TypeError: If it fails, and takes other arguments, or the entries of X as keywords.
-            ValueError: If it writes to a parameter.
-        """
-        try:
-            return self._model(self._values, copy_containers(X))
-        except Exception as error:
-            if isinstance(error, TypeError) and (reason := self._model.wrong_call()) is not None:
-                raise TypeError(f"{reason} (The model's error: {error})") from error
-            if not isinstance(X, Mapping):
-                raise
-            message = _ONE_ARGUMENT.format(type(X).__name__)
-            if self._model.names_entries(X):
-                raise TypeError(message) from error
-            error.add_note(message)
-            raise
+        """Evaluate the model; inside ``active()`` only. Refuse writes to a parameter."""
+        return self._model(self._values, copy_containers(X))
 
 
 def plain_output(model: Model, X: Any) -> Any:

@@ -1,10 +1,9 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
-import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,9 +59,6 @@ class Model(ABC):
     module: nn.Module | None = None
     shards: Shards | None = None
     substitutable = True
-    #: The arguments of the user's function, and what to do if it takes others.
-    _arguments: tuple[str, ...] = ("X",)
-    _remedy = "Pass params as a dictionary for a function of params and X."
 
     def __init__(
         self,
@@ -85,22 +81,6 @@ class Model(ABC):
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the model on ``X``; inside an ``Evaluation`` at these values only."""
-
-    def names_entries(self, X: Mapping[str, Any]) -> bool:
-        """Return whether the model is known to take entries of X as keyword arguments."""
-        return False
-
-    def wrong_call(self) -> str | None:
-        """Return what is wrong if the user's function takes other arguments, else ``None``."""
-        with suppress(TypeError, ValueError):  # there is no signature
-            function = getattr(self.module, "forward", self.source)
-            signature = inspect.signature(function, follow_wrapped=False)
-            try:
-                signature.bind(*self._arguments)
-            except TypeError:
-                call = ", ".join(self._arguments)
-                return f"The model is called with ({call}), but takes {signature}. {self._remedy}"
-        return None
 
     @property
     def sharded(self) -> list[str]:
@@ -205,8 +185,6 @@ class Model(ABC):
 class ModuleModel(Model):
     """A ``torch.nn.Module``, possibly wrapped for data parallelism or compiled."""
 
-    _remedy = "Wrap it in a Module whose forward takes X and unpacks it, as self.inner(*X)."
-
     def __init__(self, module: nn.Module, params: list[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
         self.shards = Shards.of(module)
@@ -257,10 +235,6 @@ class ModuleModel(Model):
         """Evaluate the module."""
         return self.module(X)
 
-    def names_entries(self, X: Mapping[str, Any]) -> bool:
-        """Return whether the module's forward has arguments with the names of entries of X."""
-        return len(X.keys() & inspect.signature(self.module.forward).parameters.keys()) > 1
-
     def _move(self, device: torch.device | str) -> None:
         # the module's parameters stay the same objects
         self.module.to(device)
@@ -309,9 +283,6 @@ class ModuleModel(Model):
 
 class FunctionalModel(Model):
     """A function ``(params, X) -> output`` of a dictionary of parameters."""
-
-    _arguments = ("params", "X")
-    _remedy = "Pass params as a list for a function of X alone."
 
     def __init__(self, function: Callable, params: Mapping[str, Tensor]):
         super().__init__(function, dict(params), params)

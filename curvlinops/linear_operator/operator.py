@@ -1,5 +1,6 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -24,14 +25,13 @@ from curvlinops.linear_operator.vectors import (
     to_columns,
 )
 from curvlinops.support.arguments import (
-    KnownKeywords,
     as_integer,
     changed,
     check_count,
     check_number,
     without_graph,
 )
-from curvlinops.support.former_names import FORMER_METHODS
+from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
 from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
@@ -117,23 +117,6 @@ _REMEDIES = {
 }
 
 
-class _Missing:
-    """Stands in place of an attribute that operators do not have.
-
-    It raises an AttributeError, so that ``hasattr`` is false.
-
-    Args:
-        name: The attribute.
-        remedy: What to write instead.
-    """
-
-    def __init__(self, name: str, remedy: str):
-        self._name, self._remedy = name, remedy
-
-    def __get__(self, operator: Any, owner: type) -> Any:
-        raise AttributeError(f"{owner.__name__} has no '{self._name}'. {self._remedy}")
-
-
 #: The product with a dictionary of tensors.
 Named = TypeVar("Named", covariant=True)
 #: An operator that keeps its structure.
@@ -176,7 +159,7 @@ def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor
     return method
 
 
-class TorchLinearOperator(KnownKeywords, LinearOperator):
+class TorchLinearOperator(LinearOperator):
     """A real linear operator whose products run in PyTorch.
 
     ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
@@ -205,6 +188,15 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         for name in {"__init__", "__post_init__"} & vars(cls).keys():
             setattr(cls, name, uncompiled(vars(cls)[name]))
 
+    @uncompiled
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse keywords that people look for by what to do instead."""
+        for name in FORMER_KEYWORDS.keys() & kwargs.keys():
+            known = inspect.signature(cls).parameters.values()
+            if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in known):
+                raise TypeError(f"There is no option '{name}': {FORMER_KEYWORDS[name]}.")
+        return super().__new__(cls)
+
     def __init__(
         self,
         domain: ParameterSpace,
@@ -231,6 +223,14 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
     def torch_dtype(self) -> torch.dtype:
         """The dtype of products, as a torch dtype."""
         return self.domain.dtype
+
+    if not TYPE_CHECKING:  # type checkers know that other names are missing
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse attributes that people look for by what to write instead."""
+            if name in _REMEDIES:
+                raise AttributeError(f"{type(self).__name__} has no '{name}'. {_REMEDIES[name]}")
+            return self.__getattribute__(name)  # raises the error of Python, or of a property
 
     # --- what a subclass implements
 
@@ -570,10 +570,6 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
 
     def _transpose(self) -> "TorchLinearOperator":
         return self._adjoint()
-
-
-for _name, _remedy in _REMEDIES.items():
-    setattr(TorchLinearOperator, _name, _Missing(_name, _remedy))
 
 
 class _Composite(TorchLinearOperator):

@@ -122,8 +122,6 @@ class TransposedJacobianLinearOperator(AdjointLinearOperator):
     For arguments and errors see ``JacobianLinearOperator``.
     """
 
-    _refused_keywords = JacobianLinearOperator._refused_keywords
-
     def __init__(
         self,
         model_func: nn.Module | Callable,

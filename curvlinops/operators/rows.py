@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from math import prod
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,9 +53,6 @@ class RowsLinearOperator(DataLinearOperator):
 
     _adds_data = False
     __matmul__: Product[Tensor]
-    _refused_keywords: ClassVar[dict[str, str]] = {
-        "process_group": "leave it out, since rows are for the data of one process"
-    }
 
     def __post_init__(self) -> None:
         """Refuse process groups, too."""

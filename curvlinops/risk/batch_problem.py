@@ -23,10 +23,9 @@ from curvlinops.support.autograd_graph import (
     signature,
 )
 from curvlinops.support.pytree import select_samples
-from curvlinops.support.refusals import is_refusal, lacks_memory
+from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_internals import without_torch_function
-from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -292,18 +291,10 @@ class BatchProblem:
         """Evaluate the model in an active evaluation; the first one is watched.
 
         Raises:
-            TypeError: If the output is not one real tensor with axes, or the model refuses the
-                dtype of X, or NumPy arrays.
+            TypeError: If the output is not one real tensor with axes.
         """
-        try:
-            with self._watch if self.is_first else nullcontext():
-                output = evaluation.output(self.batch.X)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            dtypes = {x.dtype for x in self.model.tensors().values()}
-            misfit = self.batch.misfit({x for x in dtypes if x.is_floating_point}, error)
-            if lacks_memory(error) or misfit is None:
-                raise
-            raise TypeError(f"{misfit}. (The model's error: {first_line(error)})") from error
+        with self._watch if self.is_first else nullcontext():
+            output = evaluation.output(self.batch.X)
         kind = type(output).__name__
         if isinstance(output, Tensor):
             if output.is_floating_point() and output.ndim > 0:

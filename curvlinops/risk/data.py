@@ -1,7 +1,6 @@
 """Batches: their kinds, their numbers of samples, and their way to the device."""
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite, nan
@@ -14,19 +13,18 @@ from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.support.arguments import check_count
 from curvlinops.support.pytree import leaves, map_leaves, move
-from curvlinops.support.warnings import first_line
-
-#: The names of integers in PyTorch's errors about dtypes.
-_INTEGERS = re.compile(r"\b(long|int|short|char|byte|bool)(tensor)?\b", re.IGNORECASE)
 
 _FROM_TUPLES = (
     "Pass a list or a loader of pairs, e.g. [(X, y) for X, y, _ in loader]; y may be None."
 )
-_FROM_DICTIONARIES = (
+_OF_HUGGING_FACE = (
     "For models of Hugging Face, construct the operator from "
-    "*curvlinops.integrations.transformers.problem(model, loader). For others, pass a list or a "
-    "loader of pairs, e.g. [(batch, batch['labels']) for batch in loader]; y may be None. Labels "
-    "of a causal language model must be shifted by one position."
+    "*curvlinops.integrations.transformers.problem(model, loader)."
+)
+_FROM_DICTIONARIES = (
+    f"{_OF_HUGGING_FACE} For others, pass a list or a loader of pairs, e.g. [(batch, "
+    "batch['labels']) for batch in loader]; y may be None. Labels of a causal language model must "
+    "be shifted by one position."
 )
 
 
@@ -47,41 +45,12 @@ class Batch:
     def name_in(self, error: Exception) -> None:
         """Add the batch in which an error was raised to the error, as a note."""
         tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
-        about = "; ".join(tensors) or type(self.X).__name__
-        note = f"(in batch {self.index} of the data, X of {about})"
+        about = " of ".join([type(self.X).__name__, *filter(None, ["; ".join(tensors)])])
+        note = f"(in batch {self.index} of the data; the model gets X, {about}, as one argument)"
+        if isinstance(self.X, Mapping):
+            note += f" {_OF_HUGGING_FACE}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
-
-    def misfit(self, dtypes: Collection[torch.dtype], error: Exception) -> str | None:
-        """Describe what in X is no tensor, or of another dtype than the model; and the remedy.
-
-        Args:
-            dtypes: The dtypes of the model's parameters and buffers.
-            error: The model's error. If it is about something else, ``None`` is returned.
-        """
-        text = first_line(error)
-        arrays: list[np.ndarray] = []
-        map_leaves(self.X, lambda x: arrays.append(x) if isinstance(x, np.ndarray) else x)
-        wanted, X = " or ".join(sorted(map(str, dtypes))), f"X of batch {self.index}"
-        if arrays and ("numpy" in text or "ndarray" in text):
-            return (
-                f"{X} is a NumPy array of dtype {arrays[0].dtype}, the model has {wanted}. Pass "
-                f"tensors: torch.as_tensor(X), and for real numbers .to({wanted})"
-            )
-        others = [x.dtype for x in leaves(self.X) if x.dtype not in dtypes]
-        is_about_dtypes = isinstance(error, RuntimeError) and "type" in text
-        if not others or not is_about_dtypes or "indices" in text:
-            return None
-        # integers may be indices: they are to blame only if the error names them
-        dtype = max(others, key=lambda dtype: dtype.is_floating_point)
-        if not dtype.is_floating_point and not _INTEGERS.search(text):
-            return None
-        return (
-            f"{X} has dtype {dtype}, the model {wanted}. Convert the data, such as "
-            f"X.to({wanted}), or the model, such as model.to({dtype})"
-            if dtype.is_floating_point
-            else f"{X} has dtype {dtype}, the model {wanted}. Pass X.to({wanted})"
-        )
 
 
 class Batches:

@@ -1,12 +1,10 @@
 """Checks of the first batch: that it repeats, and that model and loss define a risk on it."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
 
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import plain_output
@@ -21,6 +19,17 @@ from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import seed_everything
 from curvlinops.support.torch_internals import modules_of
+
+_OTHER_DATA = (
+    "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "
+    "at random. Pass data that yield the same batches in the same order each time: a list of "
+    "batches such as list(loader), or a DataLoader with shuffle=False."
+)
+_OTHER_RESULTS = (
+    "The model or the loss gives different values for the same batch. Remove what draws random "
+    "numbers in it: model.eval() switches Dropout off. Pass noise in X, or draw it from a "
+    "generator that forward() seeds."
+)
 
 
 def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
@@ -42,10 +51,10 @@ def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
     # parts of the batch last: models may keep what they compute in X
     first, second = _observe(risk, 0), _observe(risk, 1, may_couple)
     if first.data != second.data:
-        raise RuntimeError(_explain_data(risk.data.data))
+        raise RuntimeError(_OTHER_DATA)
     tolerance = 1e-8 if risk.space.dtype == torch.float64 else 1e-3
     if not all(map(partial(_agree, tolerance), first.results, second.results)):
-        raise RuntimeError(_explain_model(risk))
+        raise RuntimeError(_OTHER_RESULTS)
     if second.fault is not None:  # a random model would have it, too
         raise ValueError(second.fault)
 
@@ -174,68 +183,3 @@ def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:
     equal = (first == second) | (first.isnan() & second.isnan())
     error = torch.where(equal, 0.0, first - second)  # infinities may be equal
     return bool(double_norm(error) <= tolerance * double_norm(first) + 1e-12)
-
-
-def _explain_data(data: Any) -> str:
-    """Return why two draws of the first batch differ."""
-    reason = "data shuffles, or is drawn, masked or augmented at random"
-    loader = getattr(data, "loader", data)  # pairs of a loader's batches
-    shuffles = isinstance(loader, DataLoader) and isinstance(loader.sampler, RandomSampler)
-    fixed = "list(data)"
-    if isinstance(loader, DataLoader):
-        fixed = "list(loader), if its batches fit into memory"
-    if shuffles:
-        reason = "the DataLoader shuffles (shuffle=True)"
-        fixed += ", or a DataLoader with shuffle=False"
-    return (
-        f"Two passes over data yield different batches: {reason}. Pass data that yield the same "
-        f"batches in the same order each time: {fixed}."
-    )
-
-
-def _explain_model(risk: EmpiricalRisk) -> str:
-    """Return which module is random, by evaluating the model twice on the first batch."""
-    culprit = None
-    if risk.model.module is not None:
-        with risk.batches("check_deterministic") as batches:
-            culprit = _random_module(risk.model.module, partial(evaluate, next(batches)))
-    if culprit is None:
-        return (
-            "The model or the loss gives different values for the same batch. Remove what draws "
-            "random numbers in it (module.eval() switches Dropout off)."
-        )
-    name, module = culprit
-    remedy = "Pass the noise that it draws in X"
-    if module.training:
-        remedy = (
-            "It is in train mode: call eval() on it. If it draws noise in any mode, pass that in X"
-        )
-    return (
-        f"The model is not deterministic: its module '{name}' ({type(module).__name__}) gives "
-        f"different outputs for the same input. {remedy}, or draw it from a generator that "
-        "forward() seeds."
-    )
-
-
-def _random_module(module: nn.Module, evaluate: Callable[[], Any]) -> tuple[str, nn.Module] | None:
-    """Return the innermost module with other outputs for the same inputs, and its name."""
-    names = {child: name for name, child in module.named_modules()}
-    runs: list[list[tuple[nn.Module, list[tuple], list[tuple]]]] = []
-
-    def record(child: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        runs[-1].append((child, digest((args, kwargs)), digest(output)))
-
-    handles = [child.register_forward_hook(record, with_kwargs=True) for child in names]
-    try:
-        for seed in (0, 1):
-            runs.append([])
-            seed_everything(seed)
-            evaluate()
-    finally:
-        for handle in handles:
-            handle.remove()
-    # inner modules finish first
-    for (child, inputs, output), (_, inputs_again, output_again) in zip(*runs, strict=False):
-        if inputs == inputs_again and output != output_again:
-            return names[child], child
-    return None

@@ -1,25 +1,18 @@
 """Checks of arguments: numbers, devices, choices, and tensors without a graph."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from functools import cache, wraps
 from math import inf, isnan
 from operator import index
-from types import MappingProxyType
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops.support.former_names import FORMER_KEYWORDS
-from curvlinops.support.torch_modes import uncompiled
-
 Choice = TypeVar("Choice", bound=str)
-P = ParamSpec("P")
-R = TypeVar("R")
 
 #: Values that are equal if they look equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.device, torch.Size)
@@ -109,34 +102,6 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
 
-def check_keywords(
-    function: Callable,
-    given: Iterable[str],
-    refused: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Refuse the keywords that a function or a class does not have.
-
-    Args:
-        function: The public function or class, which the error names.
-        given: The keywords of a call.
-        refused: Keywords of other packages, and what to do instead.
-
-    Raises:
-        TypeError: If there is an unknown keyword. The message has the nearest one, or all.
-    """
-    for name in given:
-        known = _keywords(function)
-        if known is None or name in known:
-            continue
-        if name in (refused := FORMER_KEYWORDS | refused):
-            raise TypeError(f"There is no option '{name}': {refused[name]}.")
-        near = get_close_matches(name, known, n=1)
-        remedy = f"Did you mean '{near[0]}'?" if near else f"It has {', '.join(known) or 'none'}."
-        raise TypeError(
-            f"{function.__name__}() got an unexpected keyword argument '{name}'. {remedy}"
-        )
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a sentence about the known name that is meant by an unknown one, or about some."""
     known = list(known)
@@ -145,48 +110,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f"Did you mean '{near[0]}'?"
     more = f", and {len(known) - 10} more" if len(known) > 10 else ""
     return f"There are {known[:10]}{more}."
-
-
-@cache
-def _keywords(function: Callable) -> tuple[str, ...] | None:
-    """Return the keywords of a function or class, ``None`` if it takes any.
-
-    Those of ``**options`` are known if their type is a ``TypedDict``.
-    """
-    names: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            options = get_args(parameter.annotation)
-            if not options:
-                return None
-            names += options[0].__annotations__
-        elif parameter.kind is not parameter.VAR_POSITIONAL:
-            names.append(parameter.name)
-    return tuple(names)
-
-
-def with_known_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: it refuses misspelt keywords, see ``check_keywords``."""
-
-    @wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        check_keywords(function, kwargs)
-        return function(*args, **kwargs)
-
-    return run
-
-
-class KnownKeywords:
-    """Base of public classes, which refuse misspelt keywords of the constructor."""
-
-    #: Keywords of other packages, and what to do instead.
-    _refused_keywords: Mapping[str, str] = MappingProxyType({})
-
-    @uncompiled
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Check the keywords; Python's error would name the class that defines ``__init__``."""
-        check_keywords(cls, kwargs, cls._refused_keywords)
-        return super().__new__(cls)
 
 
 def changed(cls: type, values: Mapping[str, Any]) -> list[str]:

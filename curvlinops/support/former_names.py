@@ -1,8 +1,5 @@
 """The names of curvlinops-for-pytorch that this package has not, and what to write instead."""
 
-import sys
-from typing import Any
-
 _MATRICES = "functions take matrices and tensors as they are, such as xtrace(matrix, 6)"
 _NONE = "there is no counterpart"
 _HELPERS = "there is no counterpart, its functions were helpers"
@@ -65,12 +62,13 @@ FORMER_METHODS = {
     ),
 }
 
-#: Keywords by name, and what to do instead.
+#: Keywords by name, and what to do instead, for operators that do not have them.
 FORMER_KEYWORDS = {
     "loss_average": "leave it out, since the reduction of the loss says what is averaged",
     "shape": "leave it out, since it follows from the other arguments",
     "backend": "leave it out, since there is only one",
     "group": "it is called process_group",
+    "process_group": "leave it out, since rows are for the data of one process",
 }
 
 
@@ -80,20 +78,3 @@ def explain(name: str) -> str:
         f"'curvlinops.{name}' is a name of curvlinops-for-pytorch, which this package has not. "
         f"Here: {FORMER[name]}. See the page 'Coming from other packages' of the documentation."
     )
-
-
-class _FormerNames:
-    """Finds no module; Python asks it for those of this package that are not there.
-
-    Python looks for a module of that name, too, if ``from curvlinops import name`` finds no
-    attribute.
-    """
-
-    @staticmethod
-    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
-        package, _, name = fullname.rpartition(".")
-        if package == "curvlinops" and name in FORMER:
-            raise ImportError(explain(name), name=fullname)
-
-
-sys.meta_path.append(_FormerNames)

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -118,55 +117,6 @@ def test_choices():
 def test_errors(use: Callable, match: str):
     with pytest.raises(ValueError, match=match):
         use()
-
-
-def options_of(kind: type) -> Callable[..., Any]:
-    return lambda **options: on_data(kind, **options)
-
-
-SPECTRUM = "lanczos_approximate_spectrum", "num_repeats"
-CACHED = "LanczosApproximateSpectrumCached", "seed"
-#: A misspelt keyword, the name of the class or function, and what was meant.
-MISSPELT: list[tuple[Callable[..., Any], str, str, str]] = [
-    (options_of(c.HessianLinearOperator), "progress_bar", "HessianLinearOperator", "progressbar"),
-    (options_of(c.EFLinearOperator), "term", "EFLinearOperator", "terms"),
-    (options_of(c.KFACLinearOperator), "fishertype", "KFACLinearOperator", "fisher_type"),
-    (options_of(c.EKFACLinearOperator), "mc_sample", "EKFACLinearOperator", "mc_samples"),
-    (partial(c.CGInverseLinearOperator, A), "rtoll", "CGInverseLinearOperator", "rtol"),
-    (partial(c.LSMRInverseLinearOperator, A), "max_iter", "LSMRInverseLinearOperator", "maxiter"),
-    (partial(c.SubmatrixLinearOperator, A), "row_idx", "SubmatrixLinearOperator", "row_idxs"),
-    (partial(c.xtrace, A, 6), "num_samples", "xtrace", "num_matvecs"),
-    (partial(c.hutchinson_trace, A, 6), "distributon", "hutchinson_trace", "distribution"),
-    (partial(c.hutchinson_diag, A, 6), "return_eror", "hutchinson_diag", "return_error"),
-    (partial(c.lanczos_logdet, A), "generater", "lanczos_logdet", "generator"),
-    (partial(c.eigsh, A, 2), "whch", "eigsh", "which"),
-    (partial(c.dottest, A), "num_test", "dottest", "num_tests"),
-    (partial(c.lanczos_approximate_spectrum, A, 6), "num_repeat", *SPECTRUM),
-    (partial(c.LanczosApproximateSpectrumCached, A, 6), "sed", *CACHED),
-]
-
-
-@pytest.mark.parametrize("call, misspelt, name, meant", MISSPELT)
-def test_misspelt_keywords(call: Callable[..., Any], misspelt: str, name: str, meant: str):
-    match = rf"^{name}\(\) got an unexpected keyword arg.* '{misspelt}'. Did you mean '{meant}'\?"
-    with pytest.raises(TypeError, match=match):
-        call(**{misspelt: 1})
-
-
-def test_keywords_that_are_like_no_other():
-    with pytest.raises(TypeError, match="'qqqq'. It has A, k, which, block_size, .*callback"):
-        c.eigsh(A, qqqq=1)
-    with pytest.raises(TypeError, match="'qqqq'. It has none"):
-        c.KroneckerProductLinearOperator(A, qqqq=1)
-
-
-def test_keywords_of_classes_that_users_write():
-    class Mine(c.IdentityLinearOperator):
-        def __init__(self, size: int, **options: Any):
-            super().__init__(size)
-            self.options = options
-
-    assert Mine(3, anything=2).options == {"anything": 2}
 
 
 SHARED = set(inspect.signature(c.HessianLinearOperator).parameters)

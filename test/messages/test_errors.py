@@ -180,8 +180,8 @@ BATCHES: list[tuple[Any, Error, str]] = [
     ([{"X": X}], ValueError, SHIFTED),
     ([(X, Y, Y)], ValueError, r"tuple of length 3.*a pair \(X, y\). Pass .*X, y, _ in"),
     ([X], ValueError, "Batch 0 of the data is a Tensor"),
-    (SHUFFLED, RuntimeError, "DataLoader shuffles.*list.loader.*shuffle=False"),
-    (Wrapped(SHUFFLED), RuntimeError, "DataLoader shuffles.*list.loader.*shuffle=False"),
+    (SHUFFLED, RuntimeError, "data shuffles.*list.loader.*shuffle=False"),
+    (Wrapped(SHUFFLED), RuntimeError, "data shuffles.*list.loader.*shuffle=False"),
     (DataLoader(Augmented(), 2), RuntimeError, r"augmented at random.*list\(loader\)"),
 ]
 
@@ -261,15 +261,13 @@ def scripted() -> nn.Module:
 
 NOISE = Using(lambda s, x: x + torch.randn_like(x))
 MODELS: list[tuple[nn.Module, Error, str]] = [
-    (net(nn.Dropout(0.5)), RuntimeError, r"module '1' \(Dropout\).*call eval\(\)"),
-    (net(nn.Sequential(nn.Identity(), NOISE)), RuntimeError, r"module '1.1' \(Using\)"),
-    (net(nn.RReLU()), RuntimeError, r"'1' \(RReLU\)"),
+    (net(nn.Dropout(0.5)), RuntimeError, r"different values for the same batch.*model.eval\(\)"),
+    (net(nn.Sequential(nn.Identity(), NOISE)), RuntimeError, "Pass noise in X"),
     (reentrant(), RuntimeError, "use_reentrant=False"),
     (lookup(nn.Embedding(2, 3, max_norm=1.0)), ValueError, "'table'.*max_norm=None"),
     (lookup(nn.Embedding(2, 3, scale_grad_by_freq=True)), ValueError, "'table'.*by_freq=False"),
     (returns(lambda z: {"logits": z}), TypeError, "returned dict on batch 0.*logits"),
     (returns(lambda z: (z, z)), TypeError, r"tuple on batch 0.*self.inner\(X\)\[0\].*transformers"),
-    (nn.Bilinear(3, 3, 3), TypeError, r"with \(X\), but takes \(input1.*self.inner\(\*X\)"),
     (returns(lambda z: z.sum()), TypeError, r"shape \[\].*batch axis first"),
     (returns(lambda z: z.argmax(1)), TypeError, "torch.int64"),
     (returns(lambda z: z.detach()), ValueError, "does not depend on any of the parameters"),
@@ -343,26 +341,26 @@ def test_outputs_of_inputs_alone():
 
 def test_dictionaries_that_are_keyword_arguments():
     ids = torch.tensor([[0, 1], [2, 3]])
-    remedy = r"type Encoding, as one argument.*transformers\.problem\(model, loader\)"
-    data = [(Encoding(input_ids=ids, mask=torch.ones_like(ids)), torch.tensor([0, 1]))]
-    with pytest.raises(TypeError, match=remedy):
-        build(model=TakesIds(4, 3), data=data)
-    data = [(Encoding(input_ids=ids), torch.tensor([0, 1]))]  # its names do not show it
+    data = [(Encoding(input_ids=ids), torch.tensor([0, 1]))]
     with pytest.raises(AttributeError) as caught:
         build(model=TakesIds(4, 3), data=data, batch_size_fn=lambda X: 2)
-    assert re.search(remedy, "".join(caught.value.__notes__))
+    note = r"X, Encoding of shape \[2, 2\], torch.int64, as one argument\).*transformers\.problem"
+    assert re.search(note, "".join(caught.value.__notes__))
 
 
 NAMED_PARAMS = dict(shared.named_parameters())
 SIGNATURES = [
-    (lambda X: shared(X), NAMED_PARAMS, r"\(params, X\).*params as a list"),
-    (lambda p, X: shared(X), list(NAMED_PARAMS.values()), r"with \(X\).*params as a dictionary"),
+    (lambda X: shared(X), NAMED_PARAMS),
+    (lambda p, X: shared(X), list(NAMED_PARAMS.values())),
+    (nn.Bilinear(3, 3, 3), None),
 ]
 
 
-@pytest.mark.parametrize("model, params, match", SIGNATURES)
-def test_functions_of_other_arguments(model: Callable, params: Any, match: str):
-    refused(TypeError, match, model=model, params=params)
+@pytest.mark.parametrize("model, params", SIGNATURES)
+def test_functions_of_other_arguments(model: Callable, params: Any):
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        build(model=model, params=params)
+    assert "the model gets X, Tensor of shape [3, 3]" in "".join(caught.value.__notes__)
 
 
 # --- losses
@@ -657,7 +655,7 @@ OTHERS: list[tuple[dict[str, Any], Error, str]] = [
     (DROPPED, RuntimeError, "The model or the loss gives different values"),
     *(({name: 1}, TypeError, f"'{name}': ") for name in ("loss_average", "shape", "backend")),
     ({"group": 1}, TypeError, "'group': "),
-    *(({"kind": kind, "process_group": 1}, TypeError, "one process") for kind in JACOBIANS),
+    ({"kind": JacobianLinearOperator, "process_group": 1}, TypeError, "one process"),
 ]
 
 
@@ -671,32 +669,22 @@ def test_options(options: dict, error: Error, match: str):
 
 # --- X of another type than the model
 
-TYPES: dict[str, tuple[Any, str]] = {
-    "an array": (X.numpy(), r"array of dtype float32, the model has torch.float32.*as_tensor\(X\)"),
-    "an array of integers": (np.ones((5, 3), int), "array of dtype int64"),
-    "float64": (X.double(), "model torch.float32.*X.to.torch.float32.*model.to.torch.float64"),
-    "bfloat16": (X.bfloat16(), "dtype torch.bfloat16, the model torch.float32"),
-    "integers": (X.long(), r"dtype torch.int64, the model torch.float32. Pass X.to\(torch.float32"),
-}
 ALL_KINDS = [*KINDS, *JACOBIANS, PerSampleGradientLinearOperator, KFACLinearOperator]
+TYPES: dict[str, tuple[Any, str]] = {
+    "an array": (X.numpy(), "ndarray"),
+    "float64": (X.double(), "Tensor of shape [5, 3], torch.float64"),
+    "integers": (X.long(), "Tensor of shape [5, 3], torch.int64"),
+}
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("name", TYPES)
-def test_types_of_inputs(kind: type, name: str):
-    wrong, match = TYPES[name]
-    match = f"X of batch 0 .*{match}.*The model's error: "
-    refused(TypeError, match, data=[(wrong, Y)], kind=kind)
-
-
-def test_errors_about_no_dtype_are_the_models_own():
-    sized, table = (
-        Using(lambda s, X: s.table(X) + len(3), table=nn.Embedding(4, 3)),
-        nn.Embedding(4, 3),
-    )
-    refused(TypeError, "^object of type 'int' has no", model=sized, data=[(Y, Y)])
-    match = "^Expected tensor for argument #1 'indices'"
-    refused(RuntimeError, match, model=table, data=[(Y.double(), Y)])
+@pytest.mark.parametrize("wrong, described", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("check", [True, False])
+def test_types_of_inputs(kind: type, wrong: Any, described: str, check: bool):
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        multiply(data=[(wrong, Y)], kind=kind, check_deterministic=check)
+    note = f"(in batch 0 of the data; the model gets X, {described}, as one argument)"
+    assert caught.value.__notes__ == [note]
 
 
 @pytest.mark.parametrize("converted", [X.numpy(), X.double()], ids=["array", "float64"])
@@ -706,18 +694,11 @@ def test_types_that_the_model_converts(converted: Any):
     torch.testing.assert_close(multiply(model=model, data=[(converted, Y)]), expected)
 
 
-def test_the_real_numbers_among_inputs_are_to_blame():
-    parts = {"table": nn.Embedding(4, 3), "inner": net()}
-    model = Using(lambda s, X: s.inner(s.table(X["ids"]) + X["shift"]), **parts)
-    with pytest.raises(TypeError, match=r"X of batch 0 has dtype torch.float64"):
-        build(model=model, data=[({"ids": Y, "shift": X.double()}, Y)])
-
-
 # --- errors name the batch
 
 SECOND_BATCHES = {
-    "another dtype": (X[3:].double(), "dtype", "shape [2, 3], torch.float64"),
-    "another width": (X[3:, :2], "shapes cannot", "shape [2, 2], torch.float32"),
+    "another dtype": (X[3:].double(), "dtype", "Tensor of shape [2, 3], torch.float64"),
+    "another width": (X[3:, :2], "shapes cannot", "Tensor of shape [2, 2], torch.float32"),
     "no tensor": ("text", "must be Tensor", "str"),
 }
 
@@ -731,7 +712,8 @@ def test_errors_in_the_model_name_the_batch(check: bool, name: str, kind: type):
     second, match, description = SECOND_BATCHES[name]
     with pytest.raises((RuntimeError, TypeError), match=match) as caught:
         multiply(data=[DATA[0], (second, Y[3:])], kind=kind, check_deterministic=check)
-    assert caught.value.__notes__ == [f"(in batch 1 of the data, X of {description})"]
+    note = f"(in batch 1 of the data; the model gets X, {description}, as one argument)"
+    assert caught.value.__notes__ == [note]
 
 
 def test_errors_in_the_loss_name_the_batch():
@@ -741,7 +723,7 @@ def test_errors_in_the_loss_name_the_batch():
     with pytest.raises(RuntimeError, match="expand") as caught:
         multiply(loss=loss, data=[(X[:3], X[:3]), (X[3:], X)], reduction="sum")
     notes = caught.value.__notes__
-    assert notes.count("(in batch 1 of the data, X of shape [2, 3], torch.float32)") == 1
+    assert sum("in batch 1 of the data" in note for note in notes) == 1
 
 
 def test_errors_of_losses_on_single_samples_have_a_note():
@@ -897,12 +879,8 @@ def test_a_matrix_is_added_as_the_message_says():
 # --- names of curvlinops-for-pytorch
 
 IMPORTS = {
-    "from curvlinops.hessian import HessianLinearOperator": "HessianLinearOperator",
-    "import curvlinops.kfac": "KFACLinearOperator, FisherType, KFACType",
-    "from curvlinops.trace.hutchinson import HutchinsonTraceEstimator": "hutchinson_trace",
+    "from curvlinops import kfac": "KFACLinearOperator, FisherType, KFACType",
     "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
-    "from curvlinops.examples import TensorLinearOperator": r"xtrace\(matrix, 6\)",
-    "from curvlinops._torch_base import PyTorchLinearOperator": "TorchLinearOperator",
     "from curvlinops import KFOCLinearOperator": "there is no counterpart",
 }
 
@@ -915,8 +893,7 @@ def test_former_imports(statement: str):
 
 @pytest.mark.parametrize("name", FORMER)
 def test_former_names(name: str):
-    assert not hasattr(curvlinops, name)
-    with pytest.raises(AttributeError, match=f"curvlinops.{name}.*Here: "):
+    with pytest.raises(ImportError, match=f"curvlinops.{name}.*Here: "):
         getattr(curvlinops, name)
     if (remedy := FORMER[name]).startswith("from"):
         exec(remedy)

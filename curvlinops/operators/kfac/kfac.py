@@ -50,7 +50,7 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.support.arguments import check_choice, check_count, check_flag, check_keywords
+from curvlinops.support.arguments import check_choice, check_count, check_flag
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -489,7 +489,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         cls: Callable[P, Operator], state_dict: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs
     ) -> Operator:
         """Build an operator from saved factors and its arguments, without a pass over the data."""
-        check_keywords(cls, kwargs)
         try:
             inspect.signature(cls).bind(*args, **kwargs)
         except TypeError as error:
