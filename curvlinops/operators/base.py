@@ -1,7 +1,7 @@
 """The base class of all operators over a data set."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
@@ -165,21 +165,14 @@ class DataLinearOperator(TorchLinearOperator):
         # where parameters may be gathered, processes need not be in step
         return None if shards is not None and shards.is_open else self.risk.peers.group
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._sum(columns, self.space)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._sum(columns, self.space.restricted(names))
-
-    def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
-        """Multiply some tensors of vectors, for some tensors of the product."""
-        num_columns, names = next(iter(columns.values())).shape[0], codomain.names
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        num_columns, codomain = next(iter(columns.values())).shape[0], self.space.restricted(wanted)
         both = (
-            ([n for n in b if n in columns], [n for n in b if n in names]) for b in self._blocks
+            ([n for n in b if n in columns], [n for n in b if n in wanted]) for b in self._blocks
         )
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         weight, ranks = 0.0, self.risk.ranks
-        with self._together("matmat", columns, wanted=names) as columns:
+        with self._together("matmat", columns, wanted=list(wanted)) as columns:
             flat = codomain.empty(num_columns).zero_()
             out = codomain.split_rows(flat)
             if num_columns == 0 or not both:

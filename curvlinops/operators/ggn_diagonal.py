@@ -1,6 +1,6 @@
 """The diagonal of the generalized Gauss-Newton matrix."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +69,9 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         backward = problem.rules(SampleBackward, type(self).__name__)
         return backward.capture(problem)
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._apply_restricted(columns, self.space.names)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         diagonal = self._columns()
-        return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
+        return {n: x * diagonal[n] for n, x in self.space.fill(columns, wanted).items()}
 
     inverse = of_structure(StructuredLinearOperator.inverse)
 

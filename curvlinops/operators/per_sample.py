@@ -1,6 +1,6 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -237,21 +237,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         add_rows = Linear(lambda u, out: add_transposed(rows, u, out), tuple(rows.values()))
         return add_rows, batch_rows.num_rows
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": self._chosen(self._push(columns, self._all)[""].T).T}
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._apply_adjoint_restricted(columns, self.domain.names)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._apply(columns)
-
-    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         if self._indices is not None:
             rows = self._all.zeros(len(columns[""]))
             rows[""].index_add_(1, self._indices, columns[""])
             columns = rows
-        return self._vjp(columns, self._all, names)
+        return self._vjp(columns, self._all, wanted)
 
     def _products(
         self,
@@ -325,7 +319,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
             if per_position or out is not None:
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
-            scores = self._multiply_columns(columns, adjoint=False)[""].T
+            scores = self._multiply_columns(columns)[""].T
             return scores[:, 0] if is_vector else scores
         settings = {} if out is None else self._score_settings(columns, per_position)
         file = None if out is None else ScoreFile(out, settings)

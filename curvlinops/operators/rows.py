@@ -1,6 +1,6 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from math import prod
 from typing import Any, ClassVar, ParamSpec, TypeVar
@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
-from curvlinops.linear_operator.operator import Product
+from curvlinops.linear_operator.operator import Product, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
@@ -79,6 +79,13 @@ class RowsLinearOperator(DataLinearOperator):
         At construction, called for each batch in turn.
         """
         return (self._num_rows(problem, output),)
+
+    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        """Multiply row vectors by the transpose, see ``_apply``."""
+        raise NotImplementedError
+
+    def _transposed(self) -> "TransposedLinearOperator":
+        return TransposedLinearOperator(self)
 
     @together
     def _check_model(self) -> None:
@@ -151,7 +158,7 @@ class RowsLinearOperator(DataLinearOperator):
         return out
 
     @together
-    def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
+    def _vjp(self, columns: Columns, rows: ParameterSpace, names: Sequence[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
         U, space = rows.join_rows(columns), self.risk.space.restricted(names)
         self._check_number(U.shape[0])
@@ -201,6 +208,35 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _check(self, out: Tensor) -> None:
         self._check_finite({"": out.reshape(1, -1)})
+
+
+class TransposedLinearOperator(TorchLinearOperator):
+    """The transpose of an operator with a row for each output, sample or term.
+
+    Args:
+        operator: The operator.
+    """
+
+    def __init__(self, operator: RowsLinearOperator):
+        self.operator = operator
+        super().__init__(operator.codomain, operator.domain)
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
+
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        return self.operator._apply_transpose(columns, wanted)
+
+    def _transposed(self) -> RowsLinearOperator:
+        return self.operator
+
+    def _formula(self) -> str:
+        return f"{self.operator._formula()}.T"
+
+    def to_device(self, device: torch.device | str) -> "TransposedLinearOperator":
+        """Move the operator itself, see ``DataLinearOperator``."""
+        TransposedLinearOperator.__init__(self, self.operator.to_device(device))
+        return self
 
 
 class RowSlices:

@@ -33,12 +33,12 @@ class Matrix(TorchLinearOperator):
         self.matrix, self.count = matrix, 0
         super().__init__(domain, codomain)
 
-    def _apply(self, columns):
+    def _apply(self, columns, wanted):
         self.count += 1
         return self.codomain.split_rows(self.domain.join_rows(columns) @ self.matrix.T)
 
-    def _apply_adjoint(self, columns):
-        return self.domain.split_rows(self.codomain.join_rows(columns) @ self.matrix)
+    def _transposed(self):
+        return type(self)(self.matrix.T, self.codomain, self.domain)
 
 
 class NoNumpy(Matrix):
@@ -277,7 +277,7 @@ REPRESENTATIONS = {
     "Matrix + 0.1 * Identity": A.damped(0.1),
     "Matrix - (2 * Matrix)": A - 2 * B,
     "(2 * (Matrix + Matrix)) @ Matrix**2": 2 * (A + B) @ A**2,
-    "Matrix.T @ Matrix": J.T @ J,
+    "Matrix @ Matrix": J.T @ J,
     "Matrix - 3 * Identity": A - 3 * PLAIN,
 }
 
@@ -318,7 +318,7 @@ class Short(TorchLinearOperator):
     def __init__(self):
         super().__init__(ParameterSpace({"a": (2, 3), "b": (4,)}), self_adjoint=True)
 
-    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _apply(self, columns: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
         return {"a": columns["a"], "b": columns["b"][:, :1]}
 
 

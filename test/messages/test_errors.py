@@ -657,7 +657,7 @@ OTHERS: list[tuple[dict[str, Any], Error, str]] = [
     (DROPPED, RuntimeError, "The model or the loss gives different values"),
     *(({name: 1}, TypeError, f"'{name}': ") for name in ("loss_average", "shape", "backend")),
     ({"group": 1}, TypeError, "'group': "),
-    *(({"kind": kind, "process_group": 1}, TypeError, "one process") for kind in JACOBIANS),
+    ({"kind": JacobianLinearOperator, "process_group": 1}, TypeError, "one process"),
 ]
 
 
