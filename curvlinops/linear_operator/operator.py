@@ -290,16 +290,17 @@ class TorchLinearOperator(KnownKeywords, LinearOperator):
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
             return product_with_graph(self, columns)
-        is_whole = self._takes_whole and "" in columns
-        out = self._multiply_some(columns, [""] if is_whole else self.codomain.names)
+        if self._takes_whole and "" in columns:
+            out = self._apply(columns, [""])
+        else:
+            out = self._multiply_some(columns, self.codomain.names)
         taken = {column.untyped_storage().data_ptr() for column in columns.values()}
         aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
         return out | {name: column.clone() for name, column in aliases.items()}
 
     def _multiply_some(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         """Return the tensors ``wanted`` of a product, checked; see ``_apply``."""
-        out = self._apply(columns, wanted)
-        return self.codomain.checked(out, wanted)
+        return self.codomain.checked(self._apply(columns, wanted), wanted)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))

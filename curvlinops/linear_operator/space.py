@@ -297,14 +297,13 @@ class ParameterSpace:
         """Return tensors of products that a subclass of an operator computes.
 
         Args:
-            columns: The products, or some of their tensors; or one tensor, ``{"": [K, dim]}``.
+            columns: The products, at least some of their tensors.
             names: The tensors that are returned.
 
         Raises:
             ValueError: If they have other names or shapes than in this space.
         """
-        is_whole = "" in names and "" not in self.shapes
-        expected = {n: (self.local_dim,) if is_whole else self.local_shapes[n] for n in names}
+        expected = {name: self.local_shapes[name] for name in names}
         shapes = {name: tuple(columns[name].shape[1:]) for name in names if name in columns}
         if shapes != expected:
             returned = dict(shapes.items() - expected.items())
