@@ -1,9 +1,9 @@
 """The base class of all operators over a data set."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -179,29 +179,25 @@ class DataLinearOperator(TorchLinearOperator):
                 return out
             with (
                 self.risk.sharing(columns, out),
-                self._linearizations(num_columns * len(both)) as applies,
+                self._built(partial(self._prepare, num_products=num_columns * len(both))) as built,
             ):
-                for apply in applies:
+                for linear in built:
                     for inputs, outputs in both:
                         V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                        share = apply(V, products)
+                        share = linear.apply(V, products)
                     weight = weight + share
         flat = self.risk.add(flat, codomain)
         flat *= self.risk.scale(ranks.total(weight))
         self._check_finite(out, flat)
         return out
 
-    def _linearizations(self, num_products: int) -> Any:
-        """Return a context that yields ``_linearize`` of each batch, for a number of products."""
-
-        def build(problem: BatchProblem, is_kept: bool) -> Linear:
-            single = num_products == 1 and not is_kept and problem.can_substitute
-            return self._linearize(problem, single)
-
-        return self._built(build)
+    def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
+        """Do all on a batch that does not depend on the vectors, for a number of products."""
+        single = num_products == 1 and not is_kept and problem.can_substitute
+        return self._linearize(problem, single)
 
     @contextmanager
-    def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Any]]:
+    def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
         """Yield what is built of each batch; inside of ``linearized()`` what was kept of it.
 
         Args:
@@ -211,7 +207,7 @@ class DataLinearOperator(TorchLinearOperator):
         shared = linearization_of(self)
         if shared is None:
             with self._batches(task) as batches:
-                yield (build(problem, False)[0] for problem in batches)
+                yield (build(problem, False) for problem in batches)
             return
         with exclusive():
             shared.check()
@@ -411,7 +407,7 @@ class DataLinearOperator(TorchLinearOperator):
         )
 
 
-@functools.cache
+@cache
 def _own_arguments(cls: type[DataLinearOperator]) -> tuple[str, ...]:
     shared = {field.name for field in fields(DataLinearOperator)}
     return tuple(field.name for field in fields(cls) if field.name not in shared)

@@ -1,7 +1,7 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
@@ -102,25 +102,21 @@ class RowsLinearOperator(DataLinearOperator):
         return super().gradient_and_loss()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        def head(output: Tensor) -> Linear:
-            return self._row_maps(problem, output)[0]
+        def head(output: Tensor) -> tuple[Linear, int]:
+            return self._row_maps(problem, output)[0], self._num_rows(problem, output)
 
         return jacobian(problem, head, self.chunk_size)
 
-    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[Linear, int]:
-        """Prepare transposed products on a batch; nothing here depends on the vectors.
-
-        Returns:
-            A function ``(u, out)`` that adds rows with weights ``[K, M]`` to columns of the
-            parameters, in place; and M.
-        """
-        apply, output = transposed_jacobian(problem, self.chunk_size)
+    def _linearize_transpose(self, problem: BatchProblem) -> Linear:
+        """Prepare transposed products on a batch, of vectors ``{"": [K, M]}``."""
+        transposed, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
 
-        def add_rows(u: Tensor, out: Columns) -> None:
-            apply(up(u), out)
+        def add_rows(U: Columns, out: Columns) -> None:
+            transposed.apply(up.apply(U[""]), out)
 
-        return Linear(add_rows, apply.tensors + up.tensors), self._num_rows(problem, output)
+        tensors = transposed.tensors + up.tensors
+        return Linear(add_rows, tensors, self._num_rows(problem, output))
 
     @together
     def _rows(self) -> ParameterSpace:
@@ -147,13 +143,11 @@ class RowsLinearOperator(DataLinearOperator):
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
-        flat_out = rows.join_rows(out)
-
-        with self.risk.sharing(columns, {}), self._linearizations(num_columns) as batches:
+        flat_out, build = rows.join_rows(out), partial(self._prepare, num_products=num_columns)
+        with self.risk.sharing(columns, {}), self._built(build) as batches:
             slices = RowSlices(rows.dim)
-            for apply in slices.of(batches):
-                products = apply(columns)
-                flat_out[:, slices.next(products.shape[1])] = products
+            for linear in slices.of(batches):
+                linear.apply(columns, {"": flat_out[:, slices.next(linear.num_rows)]})
         self._check_finite(out)
         return out
 
@@ -166,14 +160,13 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        def build(problem: BatchProblem, is_kept: bool) -> tuple[tuple[Linear, int], Any]:
-            linear, num_rows = self._linearize_adjoint(problem)
-            return (linear, num_rows), linear.tensors
+        def build(problem: BatchProblem, is_kept: bool) -> Linear:
+            return self._linearize_transpose(problem)
 
         with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
-            for apply, length in slices.of(batches):
-                apply(U[:, slices.next(length)], out)
+            for linear in slices.of(batches):
+                linear.apply({"": U[:, slices.next(linear.num_rows)]}, out)
         if self.risk.space.is_sharded:  # the rows of all processes
             self.risk.add(space.join_rows(out), space)
         self._check_finite(out)
