@@ -11,10 +11,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from structured_cases import ALL as STRUCTURED
-from structured_cases import DOUBLE, Diag, Identity, Kron, eye, positive, randn
+from structured_cases import DOUBLE, Blocks, Diag, Identity, Kron, eye, positive, randn
 from torch import Tensor
 
 from curvlinops import (
+    CGInverseLinearOperator,
+    LSMRInverseLinearOperator,
+    NeumannInverseLinearOperator,
     ParameterSpace,
     StructuredLinearOperator,
     SubmatrixLinearOperator,
@@ -255,6 +258,44 @@ def test_expressions(name: str, monkeypatch):
     part = SubmatrixLinearOperator(operator, [1, 3], [0, 1])
     check(part.to_dense(), matrix[[1, 3], :2], scale=100)
     check(part.T.to_dense(), matrix[[1, 3], :2].T, scale=100)
+
+
+#: A positive definite matrix with the names of SPACE, and operators that need all of their vectors.
+POSITIVE = Diag(SPACE.split(positive(9))) + 0.01 * (A @ A.T)
+SPD = POSITIVE.to_dense()
+NAMED = {n: x for n, x in EXPRESSIONS.items() if not (x[0].domain.is_flat or x[0].codomain.is_flat)}
+NAMED |= {
+    "product of four": (A @ POSITIVE @ B @ A, a @ SPD @ b @ a),
+    "identity": (Identity(SPACE), eye(9)),
+    "square of a diagonal": (Diag(SPACE.split(d9 := positive(9))) ** 2, d9.diag() ** 2),
+    "eigenvectors": (Diag(SPACE.split(d9)).eigh(), d9.diag()),
+    "blocks": (
+        Blocks([Diag(d9[:3]), Kron(SPD[3:, 3:])], SPACE),
+        torch.block_diag(d9[:3].diag(), SPD[3:, 3:]),
+    ),
+    "CG": (CGInverseLinearOperator(POSITIVE, rtol=1e-13), SPD.inverse()),
+    "Neumann": (
+        NeumannInverseLinearOperator(Identity(SPACE) + 0.01 * A, 1, rtol=1),
+        eye(9) - 0.01 * a,
+    ),
+    "LSMR": (
+        LSMRInverseLinearOperator(POSITIVE + 0.1 * A, atol=0, btol=0),
+        (SPD + 0.1 * a).inverse(),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [["bias"], ["scale", "weight"], ["weight", "bias", "scale"]])
+@pytest.mark.parametrize("name", NAMED)
+def test_some_tensors_of_vectors_and_products(name: str, names: list[str]):
+    """Tensors that are not given are zero, in products with the adjoint, too."""
+    operator, matrix = NAMED[name]
+    columns = torch.cat([torch.arange(9)[SPACE.slice(n)] for n in names])
+    for wanted in (["scale"], ["weight", "bias"]):
+        rows = torch.cat([torch.arange(9)[SPACE.slice(n)] for n in wanted])
+        part = SubmatrixLinearOperator(operator, wanted, names)
+        check(part.to_dense(), matrix[rows][:, columns], scale=100)
+        check(part.T.to_dense(), matrix[rows][:, columns].T, scale=100)
 
 
 def test_precision_of_the_identity_with_others():
