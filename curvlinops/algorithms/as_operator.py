@@ -1,7 +1,7 @@
 """Reads operators and matrices of any kind as one kind of object for all algorithms."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,19 @@ class Matrix:
         Raises:
             ValueError: If the product is not finite.
         """
-        return self._multiply(X)
+        return self._multiply(X, self.operator)
 
     def adjoint_matmul(self, X: Tensor) -> Tensor:
         """Multiply vectors ``[rows, K]`` by the transpose."""
-        return self._multiply(X, adjoint=True)
+        return self._multiply(X, self._adjoint)
 
-    def _multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
+    @cached_property
+    def _adjoint(self) -> TorchLinearOperator:
+        return self.operator.T
+
+    def _multiply(self, X: Tensor, operator: TorchLinearOperator) -> Tensor:
         self.num_products += X.shape[1]
-        out = self.operator._multiply_rows(X.T, adjoint).T
+        out = operator._multiply_rows(X.T).T
         count_products(X.shape[1])
         if X.shape[1] and self.space.any(not_finite({"": out}) is not None):
             raise ValueError("A product with the matrix is not finite, though the vector is.")
@@ -169,11 +173,14 @@ class ForeignLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self._own_operands
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": self._multiply(columns[""].T).T}
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return {"": self._multiply_adjoint(columns[""].T).T}
+    def _transposed(self) -> "ForeignLinearOperator":
+        products = self._multiply_adjoint, self._multiply
+        return ForeignLinearOperator(
+            self.shape[::-1], self.torch_dtype, self.device, *products, self._own_operands
+        )
 
 
 def _wrap_tensor(A: Tensor) -> TorchLinearOperator:

@@ -198,7 +198,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         given = self._matrix.operator, self._preconditioner
         return tuple(operator for operator in given if operator is not None)
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         X, *_ = self._solve(self.domain.join_rows(columns), self._x0)
         return self.codomain.split_rows(X)
 

@@ -112,7 +112,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
         columns, write = self._to_columns(x, self.domain)
-        X, *info = self._solve(self.domain.join_rows(columns), adjoint=False)
+        X, *info = self._solve(self.domain.join_rows(columns))
         return LSMRSolution(write(self.codomain.split_rows(X), self.codomain), *info)
 
     def _description(self) -> list[str]:
@@ -121,26 +121,32 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self._matrix.operator,)
 
-    def _apply(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.domain.join_rows(columns), adjoint=False)
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        X, *_ = self._solve(self.domain.join_rows(columns))
         return self.codomain.split_rows(X)
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        X, *_ = self._solve(self.codomain.join_rows(columns), adjoint=True)
-        return self.domain.split_rows(X)
+    def _transposed(self) -> "LSMRInverseLinearOperator":
+        return LSMRInverseLinearOperator(
+            self._matrix.operator.T,
+            damp=self.damp,
+            atol=self.atol,
+            btol=self.btol,
+            conlim=self.conlim,
+            maxiter=self.maxiter,
+            on_failure=self.on_failure,
+        )
 
-    def _solve(self, B: Tensor, adjoint: bool) -> tuple[Tensor, ...]:
+    def _solve(self, B: Tensor) -> tuple[Tensor, ...]:
         """Solve for rows; return the fields of ``LSMRSolution``, with true residuals."""
         multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
-        shape = self._matrix.shape
-        if adjoint:
-            multiply, transposed, shape = transposed, multiply, shape[::-1]
         eps = torch.finfo(self.torch_dtype).eps
         atol, btol = max(self.atol, eps), max(self.btol, eps)
-        X = B.new_zeros(len(B), shape[1])
+        X = B.new_zeros(len(B), self._matrix.shape[1])
         info = torch.zeros(7, len(B), dtype=torch.float64, device=B.device)
         with solver(type(self).__name__, self):
-            A = LinearOperator(shape, _on_host(multiply), _on_host(transposed), dtype=float)
+            A = LinearOperator(
+                self._matrix.shape, _on_host(multiply), _on_host(transposed), dtype=float
+            )
             for k, b in enumerate(B.double().cpu().numpy()):
                 with np.errstate(all="ignore"):  # scipy divides by zero at the end of the space
                     x, *numbers = lsmr(A, b, self.damp, atol, btol, self.conlim, self.maxiter)

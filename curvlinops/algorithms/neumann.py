@@ -1,5 +1,6 @@
 """The inverse as a truncated Neumann series."""
 
+from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 
@@ -9,7 +10,6 @@ from curvlinops.algorithms.as_operator import (
     AnyMatrix,
     Matrix,
     Preconditioner,
-    Product,
     read_preconditioner,
 )
 from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
@@ -86,36 +86,38 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         given = self._matrix.operator, self._preconditioner
         return tuple(operator for operator in given if operator is not None)
 
-    def _apply(self, columns: Columns) -> Columns:
-        def step(rows: Tensor) -> Tensor:
-            return self._precondition((self._matrix @ rows.T).T)
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        rows = self._precondition(self.domain.join_rows(columns))
+        return self.codomain.split_rows(self._sum(rows))
 
-        return self.codomain.split_rows(
-            self._sum(self._precondition(self.domain.join_rows(columns)), step)
+    def _transposed(self) -> "NeumannInverseLinearOperator":
+        # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T
+        preconditioner = self._preconditioner and self._preconditioner.T
+        return NeumannInverseLinearOperator(
+            self._matrix.operator.T,
+            self.num_terms,
+            self.scale,
+            self.check_nan,
+            preconditioner,
+            self.rtol,
+            self.on_failure,
+            self._callback,
         )
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T
-        def step(rows: Tensor) -> Tensor:
-            return self._precondition(self._matrix.adjoint_matmul(rows.T).T, adjoint=True)
-
-        start = self._precondition(self.codomain.join_rows(columns), adjoint=True)
-        return self.domain.split_rows(self._sum(start, step))
-
-    def _precondition(self, rows: Tensor, adjoint: bool = False) -> Tensor:
-        """Multiply rows ``[K, D]`` by the preconditioner or its adjoint."""
+    def _precondition(self, rows: Tensor) -> Tensor:
+        """Multiply rows ``[K, D]`` by the preconditioner."""
         if self._preconditioner is None:
             return rows
-        return self._preconditioner._multiply_rows(rows, adjoint).to(rows)
+        return self._preconditioner._multiply_rows(rows).to(rows)
 
-    def _sum(self, rows: Tensor, step: Product) -> Tensor:
-        """Return ``scale * sum_k (I - scale * step)^k rows``, for rows ``[K, D]``."""
+    def _sum(self, rows: Tensor) -> Tensor:
+        """Return ``scale * sum_k (I - scale P A)^k rows``, for rows ``[K, D]``."""
         with solver(type(self).__name__, self, callback=self._callback):
             term = total = self.scale * rows
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):
                 try:
-                    term = term - self.scale * step(term)
+                    term = term - self.scale * self._precondition((self._matrix @ term.T).T)
                 except ValueError:
                     if bool((last > first).any()):  # the product with a large term overflows
                         self._diverge(k)

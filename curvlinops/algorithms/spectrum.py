@@ -53,14 +53,14 @@ def _estimator(
     return in_default_modes(function)
 
 
-class _LanczosRuns:
-    """Keeps Lanczos runs from random directions; new ones are made when they are needed.
+class LanczosApproximateSpectrumCached:
+    """The density of a symmetric matrix's spectrum, for several widths without new products.
 
-    The arguments are those of ``lanczos_approximate_spectrum``.
+    The Lanczos runs from random directions are kept, and describe the matrix at the time of the
+    first call; new ones are made when they are needed. The arguments are those of
+    ``lanczos_approximate_spectrum``. On a logarithmic axis, boundaries are those of absolute
+    eigenvalues.
     """
-
-    #: Whether the axis is logarithmic; boundaries are then those of absolute eigenvalues.
-    _is_log: bool
 
     @uncompiled
     def __init__(
@@ -74,14 +74,43 @@ class _LanczosRuns:
         self._matrix = Matrix(A, square=True)
         self._ncv = check_count("ncv", ncv, at_least=2, at_most=self._matrix.shape[0])
         self._boundaries = _check_boundaries(boundaries)
-        if self._is_log and any(end is not None and end < 0 for end in self._boundaries):
-            raise ValueError(f"boundaries are absolute values here, got {boundaries}.")
         if not 0 < boundaries_tol < 1:
             raise ValueError(f"boundaries_tol must lie between 0 and 1, got {boundaries_tol!r}.")
         self._tol = boundaries_tol
         self._sampler = Sampler(self._matrix, "sphere", ncv, **options)
         self._rules: list[Quadrature] = []
         self._searched: tuple[Tensor, Tensor] | None = None
+
+    @in_default_modes
+    def approximate_spectrum(
+        self,
+        num_repeats: int = 1,
+        num_points: int = 1024,
+        kappa: float = 3.0,
+        margin: float = 0.05,
+        *,
+        return_error: bool = False,
+    ) -> Density:
+        """Return grid and density; see ``lanczos_approximate_spectrum``."""
+        return self._density(num_repeats, num_points, kappa, margin, return_error)
+
+    @in_default_modes
+    def approximate_log_spectrum(
+        self,
+        num_repeats: int = 1,
+        num_points: int = 1024,
+        kappa: float = 1.04,
+        margin: float = 0.05,
+        epsilon: float = 1e-5,
+        *,
+        return_error: bool = False,
+    ) -> Density:
+        """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
+        if not 0 < epsilon < inf:
+            raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}.")
+        if any(end is not None and end < 0 for end in self._boundaries):
+            raise ValueError(f"boundaries are absolute values here, got {self._boundaries}.")
+        return self._density(num_repeats, num_points, kappa, margin, return_error, epsilon)
 
     @cached_property
     def _search_seed(self) -> int:
@@ -97,21 +126,22 @@ class _LanczosRuns:
         kappa: float,
         margin: float,
         return_error: bool,
-        epsilon: float = 0.0,
+        epsilon: float | None = None,
     ) -> Density:
-        """Return grid and density; see the functions for the arguments."""
+        """Return grid and density; with ``epsilon`` on a logarithmic axis."""
         num_repeats = check_count("num_repeats", num_repeats, 1 + return_error)
         num_points = check_count("num_points", num_points, 2)
         if not 1 < kappa < inf:
             raise ValueError(f"kappa must be larger than one, and finite, got {kappa!r}.")
         if not 0 <= margin < inf:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
-        name = "approximate_log_spectrum" if self._is_log else "approximate_spectrum"
+        is_log = epsilon is not None
+        name = "approximate_log_spectrum" if is_log else "approximate_spectrum"
         with solver(name, self._matrix.operator, callback=self._sampler.callback):
             rules = self._runs(num_repeats)
-            low, high = self._ends(rules)
+            low, high = self._ends(rules, is_log)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0
-        if self._is_log:
+        if is_log:
             nodes = (nodes.abs() + epsilon).log()
             low, high = log(low + epsilon), log(high + epsilon)
         else:
@@ -123,7 +153,7 @@ class _LanczosRuns:
         points = torch.linspace(low, high, num_points, dtype=torch.float64, device=nodes.device)
         _check_inside(nodes[weights > _NEGLIGIBLE], points)
         sigma = (high - low) / ((self._ncv - 1) * sqrt(8 * log(kappa)))
-        grid = points.exp() if self._is_log else points
+        grid = points.exp() if is_log else points
         # with these widths of the cells, the trapezoidal rule gives one
         half = grid.diff() / 2
         widths = torch.nn.functional.pad(half, (0, 1)) + torch.nn.functional.pad(half, (1, 0))
@@ -150,10 +180,10 @@ class _LanczosRuns:
                 break
         return Quadrature(*(torch.cat(parts)[:num] for parts in zip(*self._rules, strict=True)))
 
-    def _ends(self, rules: Quadrature) -> tuple[float, float]:
+    def _ends(self, rules: Quadrature, is_log: bool) -> tuple[float, float]:
         """Return the user's boundaries, or estimates where they are not given."""
         low, high = self._boundaries
-        if self._is_log:
+        if is_log:
             if low is None:
                 # it may lie in the interior of the spectrum, where only the nodes are known
                 low = float(rules.nodes[rules.weights > _NEGLIGIBLE].abs().min())
@@ -209,52 +239,8 @@ class _LanczosRuns:
         return pairs.values, torch.hypot(pairs.couplings, pairs.noise)
 
 
-class LanczosApproximateSpectrumCached(_LanczosRuns):
-    """The density of a symmetric matrix's spectrum, for several widths without new products.
-
-    The Lanczos runs of the first call are kept, and describe the matrix at that time. The arguments
-    are those of ``lanczos_approximate_spectrum``.
-    """
-
-    _is_log = False
-
-    @in_default_modes
-    def approximate_spectrum(
-        self,
-        num_repeats: int = 1,
-        num_points: int = 1024,
-        kappa: float = 3.0,
-        margin: float = 0.05,
-        *,
-        return_error: bool = False,
-    ) -> Density:
-        """Return grid and density; see ``lanczos_approximate_spectrum``."""
-        return self._density(num_repeats, num_points, kappa, margin, return_error)
-
-
-class LanczosApproximateLogSpectrumCached(_LanczosRuns):
-    """The same as ``LanczosApproximateSpectrumCached`` on a logarithmic axis.
-
-    The arguments are those of ``lanczos_approximate_log_spectrum``.
-    """
-
-    _is_log = True
-
-    @in_default_modes
-    def approximate_log_spectrum(
-        self,
-        num_repeats: int = 1,
-        num_points: int = 1024,
-        kappa: float = 1.04,
-        margin: float = 0.05,
-        epsilon: float = 1e-5,
-        *,
-        return_error: bool = False,
-    ) -> Density:
-        """Return grid and density; see ``lanczos_approximate_log_spectrum``."""
-        if not 0 < epsilon < inf:
-            raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}.")
-        return self._density(num_repeats, num_points, kappa, margin, return_error, epsilon)
+#: The same class, for whom looks for the density on a logarithmic axis.
+LanczosApproximateLogSpectrumCached = LanczosApproximateSpectrumCached
 
 
 @_estimator
@@ -343,7 +329,7 @@ def lanczos_approximate_log_spectrum(
     values, ``margin`` relative to their distance in the logarithm, and ``epsilon > 0``, which makes
     the logarithm of zero finite.
     """
-    cached = LanczosApproximateLogSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
+    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
     return cached.approximate_log_spectrum(
         num_repeats, num_points, kappa, margin, epsilon, return_error=return_error
     )

@@ -51,13 +51,13 @@ class SubmatrixLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,)
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         inner = self._columns.embed(columns)
-        return self._rows.cut(self.operator._apply_restricted(inner, self._rows.names))
+        return self._rows.cut(self.operator._multiply_some(inner, self._rows.needed(wanted)))
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        inner = self._rows.embed(columns)
-        return self._columns.cut(self.operator.T._apply_restricted(inner, self._columns.names))
+    def _transposed(self) -> "SubmatrixLinearOperator":
+        selections = self._columns.chosen, self._rows.chosen
+        return SubmatrixLinearOperator(self.operator.T, *selections)
 
 
 class _Selection:
@@ -68,11 +68,13 @@ class _Selection:
         chosen: The coordinates in their order: indices of the flat vector, or names of tensors.
 
     Attributes:
+        chosen: See above.
         names: The tensors that contain the coordinates.
         space: The space of the selected coordinates.
     """
 
     def __init__(self, parent: ParameterSpace, chosen: list[int] | list[str]):
+        self.chosen = chosen
         if isinstance(chosen[0], str):
             self.names, self._positions = chosen, None
             self._inner = self.space = parent.restricted(chosen)
@@ -90,6 +92,10 @@ class _Selection:
         # positions in the flat vector of these tensors alone
         self._positions = (indices + shifts[owners]).to(parent.device)
         self.space = ParameterSpace.flat(len(chosen), parent.dtype, parent.device)
+
+    def needed(self, wanted: Sequence[str]) -> Sequence[str]:
+        """Return the tensors that contain the coordinates of some tensors of ``space``."""
+        return wanted if self._positions is None else self.names
 
     def embed(self, columns: Columns) -> Columns:
         """Return vectors of the tensors that are zero at all other coordinates."""

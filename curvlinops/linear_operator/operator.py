@@ -170,7 +170,7 @@ class TorchLinearOperator(LinearOperator):
     Products with tensors that require gradients can be differentiated with respect to these, not
     with respect to what the operator is made of. That takes an adjoint.
 
-    A subclass implements ``_apply``, and ``_apply_adjoint`` unless it is self-adjoint; and
+    A subclass implements ``_apply``, and ``_transposed`` unless it is self-adjoint; and
     ``_operands`` if it multiplies with other operators.
 
     Args:
@@ -234,14 +234,17 @@ class TorchLinearOperator(LinearOperator):
 
     # --- what a subclass implements
 
-    def _apply(self, columns: Columns) -> Columns:
-        """Multiply vectors ``{name: [K, *shape]}`` of the domain by the operator."""
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        """Multiply vectors of the domain by the operator.
+
+        Args:
+            columns: Some tensors of the vectors, ``{name: [K, *shape]}``; the others are zero.
+            wanted: The tensors of the product that are used. Others may be returned, too.
+        """
         raise NotImplementedError
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        """Multiply vectors of the codomain by the adjoint operator."""
-        if self.self_adjoint:
-            return self._apply(columns)
+    def _transposed(self) -> "TorchLinearOperator":
+        """Return the adjoint; asked only if the operator is not self-adjoint."""
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
     #: Whether ``_apply`` takes, and then returns, vectors as one tensor, ``{"": [K, dim]}``, too.
@@ -260,30 +263,13 @@ class TorchLinearOperator(LinearOperator):
         operands = (operand._group for operand in self._operands())
         return largest_group([self.domain.group, *operands])
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        """Multiply vectors that are zero outside of ``columns``; return the tensors ``names``."""
-        out = self._apply(self.domain.fill(columns))
-        self.codomain.check(out)
-        return {name: out[name] for name in names}
-
-    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        """Multiply vectors of the codomain, some of their tensors, by the adjoint."""
-        out = self._apply_adjoint(self.codomain.fill(columns))
-        self.domain.check(out)
-        return {name: out[name] for name in names}
-
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
-    def _spaces_of(self, adjoint: bool) -> tuple[ParameterSpace, ParameterSpace]:
-        """Return domain and codomain of the operator, or of its adjoint."""
-        return (self.codomain, self.domain) if adjoint else (self.domain, self.codomain)
-
     @in_default_modes
-    def _product(self, x: Any, adjoint: bool = False) -> Any:
-        """Multiply vectors of any kind by the operator, or by its adjoint."""
-        domain, codomain = self._spaces_of(adjoint)
-        columns, from_columns = self._to_columns(x, domain, self._takes_whole)
-        return from_columns(self._multiply_columns(columns, adjoint), codomain)
+    def _product(self, x: Any) -> Any:
+        """Multiply vectors of any kind."""
+        columns, from_columns = self._to_columns(x, self.domain, self._takes_whole)
+        return from_columns(self._multiply_columns(columns), self.codomain)
 
     def _to_columns(
         self, x: Any, space: ParameterSpace, whole: bool = False
@@ -293,30 +279,34 @@ class TorchLinearOperator(LinearOperator):
             return to_columns(x, space, whole)
 
     @in_default_modes
-    def _multiply_rows(self, rows: Tensor, adjoint: bool = False) -> Tensor:
+    def _multiply_rows(self, rows: Tensor) -> Tensor:
         """Multiply vectors ``[K, dim]``, of which this process may have parts."""
-        domain, codomain = self._spaces_of(adjoint)
         with raised_in_all(self._group):
-            rows = rows.to(domain.device, domain.dtype)
-            columns = columns_of(rows, domain, self._takes_whole)
-        return codomain.join_rows(self._multiply_columns(columns, adjoint))
+            rows = rows.to(self.device, self.torch_dtype)
+            columns = columns_of(rows, self.domain, self._takes_whole)
+        return self.codomain.join_rows(self._multiply_columns(columns))
 
-    def _multiply_columns(self, columns: Columns, adjoint: bool) -> Columns:
+    def _multiply_columns(self, columns: Columns) -> Columns:
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
-            return product_with_graph(self, columns, adjoint)
-        out = self._apply_adjoint(columns) if adjoint else self._apply(columns)
-        if not self._takes_whole:
-            self._spaces_of(adjoint)[1].check(out)
+            return product_with_graph(self, columns)
+        if self._takes_whole and "" in columns:
+            out = self._apply(columns, [""])
+        else:
+            out = self._multiply_some(columns, self.codomain.names)
         taken = {column.untyped_storage().data_ptr() for column in columns.values()}
         aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
         return out | {name: column.clone() for name, column in aliases.items()}
+
+    def _multiply_some(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        """Return the tensors ``wanted`` of a product, checked; see ``_apply``."""
+        return self.codomain.checked(self._apply(columns, wanted), wanted)
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))
 
     def _rmatmat(self, x: np.ndarray) -> np.ndarray:
-        return self._product(np.asarray(x), adjoint=True)
+        return self._adjoint()._product(np.asarray(x))
 
     _matvec = _matmat
     _rmatvec = _rmatmat
@@ -334,12 +324,12 @@ class TorchLinearOperator(LinearOperator):
     @_product_type
     def rmatvec(self, x: Any) -> Any:
         """Multiply one vector by the adjoint."""
-        return self._product(x, adjoint=True) if is_native(x) else super().rmatvec(x)
+        return self._adjoint()._product(x) if is_native(x) else super().rmatvec(x)
 
     @_product_type
     def rmatmat(self, X: Any) -> Any:
         """Multiply several vectors by the adjoint."""
-        return self._product(X, adjoint=True) if is_native(X) else super().rmatmat(X)
+        return self._adjoint()._product(X) if is_native(X) else super().rmatmat(X)
 
     @_product_type
     def dot(self, x: Any) -> Any:
@@ -355,8 +345,8 @@ class TorchLinearOperator(LinearOperator):
         if is_scalar(x):
             return self._scaled(_factor(x))
         if isinstance(x, Tensor | np.ndarray) and x.ndim == 2:
-            return self._product(x.T, adjoint=True).T
-        return self._product(x, adjoint=True) if is_native(x) else super()._rdot(x)
+            return self._adjoint()._product(x.T).T
+        return self._adjoint()._product(x) if is_native(x) else super()._rdot(x)
 
     __mul__: Multiple["TorchLinearOperator"] = dot
     __rmul__: Multiple["TorchLinearOperator"] = _rdot
@@ -388,12 +378,12 @@ class TorchLinearOperator(LinearOperator):
         )
 
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
-        """Return the operator, a scipy LinearOperator; for another numpy dtype one that casts.
-
-        If that is complex, it also multiplies complex vectors.
-        """
+        """Return the operator, a scipy LinearOperator; for another real dtype one that casts."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
-        return self if dtype == self.dtype else _with_dtype(self, dtype)
+        if dtype == self.dtype:
+            return self
+        products = (lambda x: (self @ x).astype(dtype)), (lambda x: (self.T @ x).astype(dtype))
+        return LinearOperator(self.shape, *products, products[0], dtype, products[1])
 
     @contextmanager
     def linearized(self) -> Iterator[None]:
@@ -436,13 +426,16 @@ class TorchLinearOperator(LinearOperator):
             )
         if rows < columns:
             with suppress(NotImplementedError):  # no adjoint
-                return self._dense(by_rows=True)
-        return self._dense(by_rows=False)
+                return self._row_by_row()
+        return self._transposed_dense().T.contiguous()
 
-    def _dense(self, by_rows: bool) -> Tensor:
-        """Return the matrix from products with unit vectors, or from those of the adjoint."""
-        rows, columns = self.shape
-        num, length = (rows, columns) if by_rows else (columns, rows)
+    def _row_by_row(self) -> Tensor:
+        """Return the matrix from products with the adjoint."""
+        return self._adjoint()._transposed_dense()
+
+    def _transposed_dense(self) -> Tensor:
+        """Return the transpose of the matrix, ``[D, M]``, from products with the unit vectors."""
+        length, num = self.shape
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
         with solver_bar("to_dense"), all_linearized(*[self] * (num > chunk)):
@@ -451,9 +444,9 @@ class TorchLinearOperator(LinearOperator):
                 part = out[start : start + chunk]
                 units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
                 units.diagonal(start).fill_(1.0)
-                part.copy_(self._product(units.T, adjoint=by_rows).T)
+                part.copy_(self._product(units.T).T)
                 count_products(len(part))
-        return out if by_rows else out.T.contiguous()
+        return out
 
     def __repr__(self) -> str:
         dtype = str(self.torch_dtype).removeprefix("torch.")
@@ -561,28 +554,15 @@ class TorchLinearOperator(LinearOperator):
         """Return k eigenvalues and eigenvectors as ``eigsh``, or None if no structure has them."""
         return None
 
+    @in_default_modes
     def _adjoint(self) -> "TorchLinearOperator":
         return self if self.self_adjoint else self._transposed()
-
-    def _transposed(self) -> "TorchLinearOperator":
-        """Return the adjoint; asked only if the operator is not self-adjoint."""
-        return AdjointLinearOperator(self)
 
     def _transpose(self) -> "TorchLinearOperator":
         return self._adjoint()
 
 
-class _Composite(TorchLinearOperator):
-    """A function of operators, whose adjoint is a function of their adjoints."""
-
-    def _apply(self, columns: Columns) -> Columns:
-        return self._apply_restricted(columns, self.codomain.names)
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self.T._apply(columns)
-
-
-class SumLinearOperator(_Composite):
+class SumLinearOperator(TorchLinearOperator):
     """The sum of operators; a sum among them gives its terms."""
 
     def __init__(self, *operators: TorchLinearOperator):
@@ -606,18 +586,16 @@ class SumLinearOperator(_Composite):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self.terms
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         total: Columns = {}
         for term in self.terms:
-            part = self._apply_term(term, columns, names)
-            total = {name: total[name] + part[name] for name in names} if total else part
+            some = term.domain.convert(columns, self.domain)
+            # vectors of spaces that agree, but have other names, are converted as a whole
+            is_named_alike = term.codomain.names == self.codomain.names
+            out = term._multiply_some(some, wanted if is_named_alike else term.codomain.names)
+            out = self.codomain.convert(out, term.codomain)
+            total = {name: total[name] + out[name] for name in wanted} if total else out
         return total
-
-    def _apply_term(self, term: TorchLinearOperator, columns: Columns, names: list[str]) -> Columns:
-        named_alike = term.codomain.names == self.codomain.names
-        columns = term.domain.convert(columns, self.domain)
-        out = term._apply_restricted(columns, names if named_alike else term.codomain.names)
-        return self.codomain.convert(out, term.codomain)
 
     def _formula(self) -> str:
         return " + ".join(term._formula() for term in self.terms).replace(" + -", " - ")
@@ -634,7 +612,7 @@ def _members(
         yield from getattr(operator, name) if type(operator) is kind else (operator,)
 
 
-class ScaledLinearOperator(_Composite):
+class ScaledLinearOperator(TorchLinearOperator):
     """A multiple of an operator."""
 
     def __init__(self, operator: TorchLinearOperator, scalar: float):
@@ -644,8 +622,8 @@ class ScaledLinearOperator(_Composite):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,)
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        out = self.operator._apply_restricted(columns, names)
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        out = self.operator._multiply_some(columns, wanted)
         return {name: self.scalar * column for name, column in out.items()}
 
     def _formula(self) -> str:
@@ -656,7 +634,7 @@ class ScaledLinearOperator(_Composite):
         return ScaledLinearOperator(self.operator.T, self.scalar)
 
 
-class ProductLinearOperator(_Composite):
+class ProductLinearOperator(TorchLinearOperator):
     """The product of operators, the last of which is applied first."""
 
     def __init__(self, *operators: TorchLinearOperator):
@@ -681,12 +659,12 @@ class ProductLinearOperator(_Composite):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self.factors
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         space = self.domain
         for number, factor in reversed([*enumerate(self.factors)]):
             columns = factor.domain.convert(columns, space)
-            wanted = factor.codomain.names if number else names
-            columns, space = factor._apply_restricted(columns, wanted), factor.codomain
+            names = factor.codomain.names if number else wanted
+            columns, space = factor._multiply_some(columns, names), factor.codomain
         return self.codomain.convert(columns, space)
 
     def _formula(self) -> str:
@@ -696,7 +674,7 @@ class ProductLinearOperator(_Composite):
         return ProductLinearOperator(*(factor.T for factor in reversed(self.factors)))
 
 
-class PowerLinearOperator(_Composite):
+class PowerLinearOperator(TorchLinearOperator):
     """A non-negative integer power of a square operator."""
 
     def __init__(self, operator: TorchLinearOperator, exponent: int):
@@ -711,13 +689,13 @@ class PowerLinearOperator(_Composite):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,) if self.exponent else ()
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         columns = self.codomain.convert(columns, self.domain)
         for power in range(1, self.exponent + 1):
             columns = self.domain.convert(columns, self.codomain)
-            wanted = names if power == self.exponent else self.codomain.names
-            columns = self.operator._apply_restricted(columns, wanted)
-        return columns if self.exponent else self.codomain.fill(columns, names)
+            names = wanted if power == self.exponent else self.codomain.names
+            columns = self.operator._multiply_some(columns, names)
+        return columns if self.exponent else self.codomain.fill(columns, wanted)
 
     def _formula(self) -> str:
         if self.exponent == 0:
@@ -728,32 +706,6 @@ class PowerLinearOperator(_Composite):
         return PowerLinearOperator(self.operator.T, self.exponent)
 
 
-class AdjointLinearOperator(TorchLinearOperator):
-    """The adjoint of an operator."""
-
-    def __init__(self, operator: TorchLinearOperator):
-        self.operator = operator
-        super().__init__(operator.codomain, operator.domain)
-
-    def _operands(self) -> tuple[TorchLinearOperator, ...]:
-        return (self.operator,)
-
-    def _apply(self, columns: Columns) -> Columns:
-        return self.operator._apply_adjoint(columns)
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self.operator._apply(columns)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self.operator._apply_adjoint_restricted(columns, names)
-
-    def _formula(self) -> str:
-        return f"{_in_parentheses(self.operator)}.T"
-
-    def _transposed(self) -> TorchLinearOperator:
-        return self.operator
-
-
 def _in_parentheses(operator: TorchLinearOperator) -> str:
     formula = operator._formula()
     return f"({formula})" if " " in formula else formula
@@ -761,19 +713,3 @@ def _in_parentheses(operator: TorchLinearOperator) -> str:
 
 def _factor(scalar: Any) -> float:
     return float(without_graph(scalar, "The factor"))
-
-
-def _with_dtype(operator: LinearOperator, dtype: np.dtype) -> LinearOperator:
-    """Return a scipy operator whose products are numpy arrays of a given dtype."""
-
-    def through(multiply: Callable) -> Callable:
-        def product(x: Any) -> np.ndarray:
-            x = np.asarray(x)
-            if np.issubdtype(dtype, np.complexfloating) and np.iscomplexobj(x):
-                return (multiply(x.real) + 1j * multiply(x.imag)).astype(dtype)
-            return multiply(x).astype(dtype)
-
-        return product
-
-    forward, backward = through(operator.dot), through(operator.H.dot)
-    return LinearOperator(operator.shape, forward, backward, forward, dtype, backward)

@@ -300,6 +300,8 @@ class ShardedSpace(ParameterSpace):
 
     def restricted(self, names: Sequence[str]) -> ParameterSpace:
         """Return the space of some of the tensors, in the given order."""
+        if list(names) == self.names:
+            return self
         shapes = {name: self.shapes[name] for name in names}
         layouts = {name: self.layouts[name] for name in names if name in self.layouts}
         if not layouts:

@@ -167,12 +167,15 @@ class ParameterSpace:
     def join_rows(self, columns: Columns) -> Tensor:
         """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible).
 
-        Vectors that are one tensor, ``{"": [K, dim]}``, are returned as they are.
+        Tensors that are not given are zero. Vectors that are one tensor, ``{"": [K, dim]}``, are
+        returned as they are.
         """
         if "" in columns:
             return flat(columns[""])
         if len(self.shapes) == 1:
             return flat(columns[self.names[0]])
+        if len(columns) < len(self.shapes):
+            columns = self.fill(columns)
         if (vectors := self.joined_view(columns)) is not None:
             return vectors
         parts = [flat(columns[name]) for name in self.shapes]
@@ -220,6 +223,8 @@ class ParameterSpace:
         """Return some tensors of vectors, by default all; those that are not given are zero."""
         num_columns = next(iter(columns.values())).shape[0]
         names = self.shapes if names is None else names
+        if columns.keys() >= set(names):
+            return {name: columns[name] for name in names}
         missing = self.restricted([name for name in names if name not in columns])
         some = {name: columns[name] for name in names if name in columns}
         return missing.zeros(num_columns) | some
@@ -283,26 +288,32 @@ class ParameterSpace:
             The same vectors, named and shaped as in this space, in its dtype.
         """
         if source.names != self.names or source.shapes != self.shapes:
-            columns = self.split_rows(source.join_rows(source.fill(columns)))
+            columns = self.split_rows(source.join_rows(columns))
         return cast(columns, self.dtype)
 
     # --- checks
 
-    def check(self, columns: Columns) -> None:
-        """Check that products that a subclass of an operator computes are vectors of this space.
+    def checked(self, columns: Columns, names: Sequence[str]) -> Columns:
+        """Return tensors of products that a subclass of an operator computes.
+
+        Args:
+            columns: The products, at least some of their tensors.
+            names: The tensors that are returned.
 
         Raises:
-            ValueError: If they have other names or shapes.
+            ValueError: If they have other names or shapes than in this space.
         """
-        shapes = {name: tuple(column.shape[1:]) for name, column in columns.items()}
-        if shapes != self.local_shapes:
-            returned = dict(shapes.items() - self.local_shapes.items())
-            expected = dict(self.local_shapes.items() - shapes.items())
+        expected = {name: self.local_shapes[name] for name in names}
+        shapes = {name: tuple(columns[name].shape[1:]) for name in names if name in columns}
+        if shapes != expected:
+            returned = dict(shapes.items() - expected.items())
+            expected = dict(expected.items() - shapes.items())
             raise ValueError(
                 f"A product has tensors of shapes {returned} behind the axis of columns, where its "
-                f"space has {expected}: _apply must return vectors of the codomain, and "
-                "_apply_adjoint of the domain."
+                f"space has {expected}: _apply must return the wanted tensors of vectors of the "
+                "codomain."
             )
+        return {name: columns[name] for name in names}
 
     def check_compatible(self, other: "ParameterSpace") -> None:
         """Check that vectors of the two spaces may be added.
@@ -380,6 +391,8 @@ class ParameterSpace:
 
     def restricted(self, names: Sequence[str]) -> "ParameterSpace":
         """Return the space of some of the tensors, in the given order."""
+        if list(names) == self.names:
+            return self
         return ParameterSpace({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def to(

@@ -208,9 +208,7 @@ def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
 
 def _check_real(is_complex: bool) -> None:
     if is_complex:
-        raise TypeError(
-            "The operator is real, the vector complex. Multiply .real and .imag, or see to_scipy."
-        )
+        raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
 
 
 def check_finite(columns: Columns) -> None:

@@ -1,9 +1,9 @@
 """The base class of all operators over a data set."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -165,50 +165,39 @@ class DataLinearOperator(TorchLinearOperator):
         # where parameters may be gathered, processes need not be in step
         return None if shards is not None and shards.is_open else self.risk.peers.group
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._sum(columns, self.space)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._sum(columns, self.space.restricted(names))
-
-    def _sum(self, columns: Columns, codomain: ParameterSpace) -> Columns:
-        """Multiply some tensors of vectors, for some tensors of the product."""
-        num_columns, names = next(iter(columns.values())).shape[0], codomain.names
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        num_columns, codomain = next(iter(columns.values())).shape[0], self.space.restricted(wanted)
         both = (
-            ([n for n in b if n in columns], [n for n in b if n in names]) for b in self._blocks
+            ([n for n in b if n in columns], [n for n in b if n in wanted]) for b in self._blocks
         )
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         weight, ranks = 0.0, self.risk.ranks
-        with self._together("matmat", columns, wanted=names) as columns:
+        with self._together("matmat", columns, wanted=list(wanted)) as columns:
             flat = codomain.empty(num_columns).zero_()
             out = codomain.split_rows(flat)
             if num_columns == 0 or not both:
                 return out
             with (
                 self.risk.sharing(columns, out),
-                self._linearizations(num_columns * len(both)) as applies,
+                self._built(partial(self._prepare, num_products=num_columns * len(both))) as built,
             ):
-                for apply in applies:
+                for linear in built:
                     for inputs, outputs in both:
                         V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                        share = apply(V, products)
+                        share = linear.apply(V, products)
                     weight = weight + share
         flat = self.risk.add(flat, codomain)
         flat *= self.risk.scale(ranks.total(weight))
         self._check_finite(out, flat)
         return out
 
-    def _linearizations(self, num_products: int) -> Any:
-        """Return a context that yields ``_linearize`` of each batch, for a number of products."""
-
-        def build(problem: BatchProblem, is_kept: bool) -> Linear:
-            single = num_products == 1 and not is_kept and problem.can_substitute
-            return self._linearize(problem, single)
-
-        return self._built(build)
+    def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
+        """Do all on a batch that does not depend on the vectors, for a number of products."""
+        single = num_products == 1 and not is_kept and problem.can_substitute
+        return self._linearize(problem, single)
 
     @contextmanager
-    def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Any]]:
+    def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
         """Yield what is built of each batch; inside of ``linearized()`` what was kept of it.
 
         Args:
@@ -218,7 +207,7 @@ class DataLinearOperator(TorchLinearOperator):
         shared = linearization_of(self)
         if shared is None:
             with self._batches(task) as batches:
-                yield (build(problem, False)[0] for problem in batches)
+                yield (build(problem, False) for problem in batches)
             return
         with exclusive():
             shared.check()
@@ -418,7 +407,7 @@ class DataLinearOperator(TorchLinearOperator):
         )
 
 
-@functools.cache
+@cache
 def _own_arguments(cls: type[DataLinearOperator]) -> tuple[str, ...]:
     shared = {field.name for field in fields(DataLinearOperator)}
     return tuple(field.name for field in fields(cls) if field.name not in shared)

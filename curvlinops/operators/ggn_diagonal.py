@@ -1,11 +1,12 @@
 """The diagonal of the generalized Gauss-Newton matrix."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add
@@ -69,12 +70,17 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         backward = problem.rules(SampleBackward, type(self).__name__)
         return backward.capture(problem)
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._apply_restricted(columns, self.space.names)
+    def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        gradients, diagonal = self._capture(problem), self.space.zeros(1)
+        for u, last in mark_last(self._vectors(problem, gradients)):
+            add_sums(diagonal, gradients.backward(u, last), lambda g: g.sum_of_squares())
+        weight = gradients.weight
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        diagonal = self._columns()
-        return {n: x * diagonal[n] for n, x in self.space.fill(columns).items() if n in names}
+        def apply(V: Columns, out: Columns) -> Tensor:
+            add(out, slice(None), {name: V[name] * diagonal[name] for name in out if name in V})
+            return weight
+
+        return Linear(apply, tuple(diagonal.values()))
 
     inverse = of_structure(StructuredLinearOperator.inverse)
 
@@ -105,27 +111,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
 
     def _columns(self) -> Columns:
         """Return the diagonal as one column."""
-        out = self.space.zeros(1)
-        weight: Tensor | float = 0.0
-
-        ranks = self.risk.ranks
-        with self._together("diagonal"), self._built(self._squares, "diagonal") as batches:
-            for squares, share in batches:
-                add(out, slice(None), squares)
-                weight = weight + share
-        scale = self.risk.scale(ranks.total(weight))
-        ranks.add(self.space.join_rows(out)).mul_(scale)
-        self._check_finite(out)
-        return out
-
-    def _squares(
-        self, problem: BatchProblem, is_kept: bool
-    ) -> tuple[tuple[Columns, Tensor], Iterable[Tensor]]:
-        """Return the sum of a batch's squared gradients, the batch's weight, and what is kept."""
-        gradients, out = self._capture(problem), self.space.zeros(1)
-        for u, last in mark_last(self._vectors(problem, gradients)):
-            add_sums(out, gradients.backward(u, last), lambda g: g.sum_of_squares())
-        return (out, gradients.weight), out.values()
+        ones = self.space.split_rows(self.space.empty(1).fill_(1.0))
+        return self._apply(ones, self.space.names)
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""

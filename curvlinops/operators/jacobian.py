@@ -1,6 +1,6 @@
 """The Jacobian of the model's outputs, and its transpose."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +9,15 @@ from torch import Tensor, nn
 
 from curvlinops.layers.gradients import merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.operator import AdjointLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.operators.rows import RowMaps, RowSlices, RowsLinearOperator, flat, together
+from curvlinops.operators.rows import (
+    RowMaps,
+    RowSlices,
+    RowsLinearOperator,
+    TransposedLinearOperator,
+    flat,
+    together,
+)
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -64,10 +70,8 @@ class JacobianLinearOperator(RowsLinearOperator):
         return self._gram(pairs)
 
     @together
-    def _dense(self, by_rows: bool) -> Tensor:
-        """Return the matrix, row by row from the gradients of all samples at once."""
-        if not by_rows:
-            return super()._dense(by_rows)
+    def _row_by_row(self) -> Tensor:
+        """Return the matrix from the gradients of all samples at once."""
         dense = self.domain.unsharded.empty(self.shape[0])
         out = self.domain.unsharded.split_rows(dense)
         with self._batches("to_dense") as batches:
@@ -103,48 +107,32 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         return self.risk.space, self._rows(), False
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return self._push(columns, self.codomain)
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._vjp(columns, self.codomain, self.domain.names)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._push(columns, self.codomain)
-
-    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._vjp(columns, self.codomain, names)
+    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        return self._vjp(columns, self.codomain, wanted)
 
 
-class TransposedJacobianLinearOperator(AdjointLinearOperator):
-    """The transpose of the Jacobian, ``JacobianLinearOperator(...).T``, of shape ``[D, N*C]``.
+def TransposedJacobianLinearOperator(
+    model_func: nn.Module | Callable,
+    params: Iterable[Tensor] | Mapping[str, Tensor],
+    data: Iterable[tuple[Any, Any]],
+    progressbar: bool = False,
+    check_deterministic: bool = True,
+    num_data: int | None = None,
+    batch_size_fn: Callable[[Any], int] | None = None,
+    *,
+    cache: str | int = "auto",
+    chunk_size: int | None = None,
+) -> TransposedLinearOperator:
+    """Return the transpose of the Jacobian, ``JacobianLinearOperator(...).T``, ``[D, N*C]``.
 
     For arguments and errors see ``JacobianLinearOperator``.
     """
-
-    def __init__(
-        self,
-        model_func: nn.Module | Callable,
-        params: Iterable[Tensor] | Mapping[str, Tensor],
-        data: Iterable[tuple[Any, Any]],
-        progressbar: bool = False,
-        check_deterministic: bool = True,
-        num_data: int | None = None,
-        batch_size_fn: Callable[[Any], int] | None = None,
-        *,
-        cache: str | int = "auto",
-        chunk_size: int | None = None,
-    ):
-        problem = model_func, params, data
-        options = progressbar, check_deterministic, num_data, batch_size_fn
-        super().__init__(
-            JacobianLinearOperator(*problem, *options, cache=cache, chunk_size=chunk_size)
-        )
-
-    def to_device(self, device: torch.device | str) -> "TransposedJacobianLinearOperator":
-        """Move the operator itself, see ``DataLinearOperator``."""
-        AdjointLinearOperator.__init__(self, self.operator.to_device(device))
-        return self
+    problem = model_func, params, data
+    options = progressbar, check_deterministic, num_data, batch_size_fn
+    return JacobianLinearOperator(*problem, *options, cache=cache, chunk_size=chunk_size).T
 
 
 def _units(gradients: SampleGradients) -> Tensor:

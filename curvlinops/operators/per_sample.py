@@ -1,6 +1,6 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -140,7 +140,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
         with super()._batches(description, data) as batches:
-            yield batches if self._indices is None else self._with_wanted_rows(batches)
+            is_any = self._indices is None and not self.risk.model.sharded
+            yield batches if is_any else self._with_wanted_rows(batches)
 
     def _with_wanted_rows(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
         """Yield the batches that have wanted rows.
@@ -153,9 +154,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             if index >= len(self._shapes) or self._shapes[index] != _shapes(problem):
                 raise RuntimeError(
                     f"Batch {index} of the data has other shapes than at construction. With "
-                    "subsampling=, batches must keep their lengths. Build a new operator."
+                    "subsampling=, batches must keep their lengths, and so must those of sharded "
+                    "models. Build a new operator."
                 )
-            if self._has_wanted[index]:
+            if self._indices is None or self._has_wanted[index]:
                 yield problem
 
     def _chosen(self, x: Tensor) -> Tensor:
@@ -194,21 +196,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._fallbacks = rows.fallbacks
         return rows
 
-    def _linearizations(self, num_products: int) -> Any:
-        def build(problem: BatchProblem, is_kept: bool) -> Linear:
-            if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
-                return Linear(
-                    lambda V: products(self._rows_of(problem), self.risk.whole(V)).T,
-                    tuple(leaves((problem.batch.X, problem.batch.y))),
-                )
-            # kept graphs are faster; so are graphs for one column of a small net, and for many
-            # terms of a sample
-            if is_kept or num_products < 2 or self.terms == "term":
-                single = num_products == 1 and not is_kept and problem.can_substitute
-                return self._linearize(problem, single)
-            return self._by_layer(problem)
+    def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
+        if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
 
-        return self._built(build)
+            def multiply_whole(V: Columns) -> Tensor:
+                return products(self._rows_of(problem), self.risk.whole(V)).T
+
+            tensors = tuple(leaves((problem.batch.X, problem.batch.y)))
+            return _adding(multiply_whole, tensors, self._lengths[problem.batch.index])
+        # kept graphs are faster; so are graphs for one column of a small net, and for many terms of
+        # a sample
+        if is_kept or num_products < 2 or self.terms == "term":
+            return super()._prepare(problem, is_kept, num_products)
+        return self._by_layer(problem)
 
     def _by_layer(self, problem: BatchProblem) -> Linear:
         """Prepare products layer by layer; with a graph where parameters have no rule."""
@@ -218,40 +218,36 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
             states.restore()
             return self._linearize(problem, single=False)
-        return Linear(lambda V: products(rows, V).T, ())  # it is used once
+        return _adding(lambda V: products(rows, V).T, (), rows.num_rows)  # it is used once
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def from_rows() -> Linear:
-            rows = self._rows_of(problem).written(self.domain)
-            return Linear(lambda V: multiply(rows, V), tuple(rows.values()))
+            batch_rows = self._rows_of(problem)
+            rows = batch_rows.written(self.domain)
+            tensors = tuple(rows.values())
+            return _adding(lambda V: multiply(rows, V), tensors, batch_rows.num_rows)
 
         from_graph = partial(super()._linearize, problem, single)
         return graph_or_rows(problem, from_graph, from_rows)
 
-    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[Linear, int]:
+    def _linearize_transpose(self, problem: BatchProblem) -> Linear:
         if not problem.loss_needs_graph:
             with suppress(DependentLossError):  # as it was not on earlier batches
-                return super()._linearize_adjoint(problem)
+                return super()._linearize_transpose(problem)
         batch_rows = self._rows_of(problem)
         rows = batch_rows.written(self.domain)
-        add_rows = Linear(lambda u, out: add_transposed(rows, u, out), tuple(rows.values()))
-        return add_rows, batch_rows.num_rows
+        tensors = tuple(rows.values())
+        return Linear(lambda U, out: add_transposed(rows, U[""], out), tensors, batch_rows.num_rows)
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": self._chosen(self._push(columns, self._all)[""].T).T}
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._apply_adjoint_restricted(columns, self.domain.names)
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        return self._apply(columns)
-
-    def _apply_adjoint_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         if self._indices is not None:
             rows = self._all.zeros(len(columns[""]))
             rows[""].index_add_(1, self._indices, columns[""])
             columns = rows
-        return self._vjp(columns, self._all, names)
+        return self._vjp(columns, self._all, wanted)
 
     def _products(
         self,
@@ -325,7 +321,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
             if per_position or out is not None:
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
-            scores = self._multiply_columns(columns, adjoint=False)[""].T
+            scores = self._multiply_columns(columns)[""].T
             return scores[:, 0] if is_vector else scores
         settings = {} if out is None else self._score_settings(columns, per_position)
         file = None if out is None else ScoreFile(out, settings)
@@ -514,6 +510,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             rows, gradients = slices.next(batch_rows.num_rows), batch_rows.gradients
             for pieces, view in gradients:
                 yield pieces, lambda x, rows=rows, view=view: view(x[rows])
+
+
+def _adding(
+    multiply: Callable[[Columns], Tensor], tensors: tuple[Tensor, ...], num_rows: int
+) -> Linear:
+    """Return a function that adds products ``[K, M]`` to columns."""
+
+    def apply(V: Columns, out: Columns) -> None:
+        out[""] += multiply(V)
+
+    return Linear(apply, tensors, num_rows)
 
 
 def _moments(gradient: PerSampleGradient) -> Tensor:

@@ -1,7 +1,7 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
-from curvlinops.linear_operator.operator import Product
+from curvlinops.linear_operator.operator import Product, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
@@ -77,6 +77,13 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(problem, output),)
 
+    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        """Multiply row vectors by the transpose, see ``_apply``."""
+        raise NotImplementedError
+
+    def _transposed(self) -> "TransposedLinearOperator":
+        return TransposedLinearOperator(self)
+
     @together
     def _check_model(self) -> None:
         super()._check_model()
@@ -92,25 +99,21 @@ class RowsLinearOperator(DataLinearOperator):
         return super().gradient_and_loss()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        def head(output: Tensor) -> Linear:
-            return self._row_maps(problem, output)[0]
+        def head(output: Tensor) -> tuple[Linear, int]:
+            return self._row_maps(problem, output)[0], self._num_rows(problem, output)
 
         return jacobian(problem, head, self.chunk_size)
 
-    def _linearize_adjoint(self, problem: BatchProblem) -> tuple[Linear, int]:
-        """Prepare transposed products on a batch; nothing here depends on the vectors.
-
-        Returns:
-            A function ``(u, out)`` that adds rows with weights ``[K, M]`` to columns of the
-            parameters, in place; and M.
-        """
-        apply, output = transposed_jacobian(problem, self.chunk_size)
+    def _linearize_transpose(self, problem: BatchProblem) -> Linear:
+        """Prepare transposed products on a batch, of vectors ``{"": [K, M]}``."""
+        transposed, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
 
-        def add_rows(u: Tensor, out: Columns) -> None:
-            apply(up(u), out)
+        def add_rows(U: Columns, out: Columns) -> None:
+            transposed.apply(up.apply(U[""]), out)
 
-        return Linear(add_rows, apply.tensors + up.tensors), self._num_rows(problem, output)
+        tensors = transposed.tensors + up.tensors
+        return Linear(add_rows, tensors, self._num_rows(problem, output))
 
     @together
     def _rows(self) -> ParameterSpace:
@@ -137,18 +140,16 @@ class RowsLinearOperator(DataLinearOperator):
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
-        flat_out = rows.join_rows(out)
-
-        with self.risk.sharing(columns, {}), self._linearizations(num_columns) as batches:
+        flat_out, build = rows.join_rows(out), partial(self._prepare, num_products=num_columns)
+        with self.risk.sharing(columns, {}), self._built(build) as batches:
             slices = RowSlices(rows.dim)
-            for apply in slices.of(batches):
-                products = apply(columns)
-                flat_out[:, slices.next(products.shape[1])] = products
+            for linear in slices.of(batches):
+                linear.apply(columns, {"": flat_out[:, slices.next(linear.num_rows)]})
         self._check_finite(out)
         return out
 
     @together
-    def _vjp(self, columns: Columns, rows: ParameterSpace, names: list[str]) -> Columns:
+    def _vjp(self, columns: Columns, rows: ParameterSpace, names: Sequence[str]) -> Columns:
         """Multiply row vectors by the transpose, for the parameters ``names``."""
         U, space = rows.join_rows(columns), self.risk.space.restricted(names)
         self._check_number(U.shape[0])
@@ -156,14 +157,13 @@ class RowsLinearOperator(DataLinearOperator):
         if U.shape[0] == 0:
             return out
 
-        def build(problem: BatchProblem, is_kept: bool) -> tuple[tuple[Linear, int], Any]:
-            linear, num_rows = self._linearize_adjoint(problem)
-            return (linear, num_rows), linear.tensors
+        def build(problem: BatchProblem, is_kept: bool) -> Linear:
+            return self._linearize_transpose(problem)
 
         with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
-            for apply, length in slices.of(batches):
-                apply(U[:, slices.next(length)], out)
+            for linear in slices.of(batches):
+                linear.apply({"": U[:, slices.next(linear.num_rows)]}, out)
         if self.risk.space.is_sharded:  # the rows of all processes
             self.risk.add(space.join_rows(out), space)
         self._check_finite(out)
@@ -198,6 +198,35 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _check(self, out: Tensor) -> None:
         self._check_finite({"": out.reshape(1, -1)})
+
+
+class TransposedLinearOperator(TorchLinearOperator):
+    """The transpose of an operator with a row for each output, sample or term.
+
+    Args:
+        operator: The operator.
+    """
+
+    def __init__(self, operator: RowsLinearOperator):
+        self.operator = operator
+        super().__init__(operator.codomain, operator.domain)
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
+
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        return self.operator._apply_transpose(columns, wanted)
+
+    def _transposed(self) -> RowsLinearOperator:
+        return self.operator
+
+    def _formula(self) -> str:
+        return f"{self.operator._formula()}.T"
+
+    def to_device(self, device: torch.device | str) -> "TransposedLinearOperator":
+        """Move the operator itself, see ``DataLinearOperator``."""
+        TransposedLinearOperator.__init__(self, self.operator.to_device(device))
+        return self
 
 
 class RowSlices:

@@ -247,4 +247,4 @@ def graph_or_rows(
             apply = otherwise(error)
         return apply(*args)
 
-    return Linear(product, apply.tensors)
+    return Linear(product, apply.tensors, apply.num_rows)

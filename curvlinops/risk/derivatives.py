@@ -126,32 +126,35 @@ def hessian(
 
 
 def jacobian(
-    problem: BatchProblem, head: Callable[[Tensor], Linear], chunk_size: int | None = None
+    problem: BatchProblem,
+    head: Callable[[Tensor], tuple[Linear, int]],
+    chunk_size: int | None = None,
 ) -> Linear:
     """Prepare products with the Jacobian of a linear function of the output.
 
     Args:
         problem: The model on a batch.
-        head: Returns the function, ``[K, *output] -> [K, M]``, at the given output.
+        head: Returns the function, ``[K, *output] -> [K, M]``, at the given output, and M.
         chunk_size: See ``hessian``.
 
     Returns:
-        A function ``V -> J V``, ``[K, M]``, of columns of the parameters.
+        An ``Apply`` that adds to ``{"": [K, M]}``, and returns nothing.
     """
     with problem.recording("twice") as recording, explained():
         evaluation, leaves, output = recording
-        linear_map = head(output.detach())
+        linear_map, num_rows = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
     tensors = jvp.tensors + linear_map.tensors
     chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.shards)
     (context, copies), dtypes = evaluation.of_graph([output]), _dtypes(leaves)
 
-    def apply(V: Columns) -> Tensor:
+    def apply(V: Columns, out: Columns) -> None:
         with context(), explained():
-            return torch.cat([part[""] for _, part in chunks(V, dtypes)])
+            for rows, part in chunks(V, dtypes):
+                add(out, rows, part)
 
-    return Linear(apply, tensors + copies)
+    return Linear(apply, tensors + copies, num_rows)
 
 
 def gauss_newton(

@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
@@ -29,9 +30,8 @@ _CPU_BUDGET = 2 * 2**30
 #: Stands for what is not kept, as it is too large or random.
 _REJECTED = object()
 
-#: Builds what products with a batch share; returns it, and the tensors that it keeps in memory,
-#: with their graphs, see ``Linear``. The second argument says whether it is kept.
-Build = Callable[[BatchProblem, bool], tuple[Any, Iterable[Tensor]]]
+#: Builds what products with a batch share. The second argument says whether it is kept.
+Build = Callable[[BatchProblem, bool], Linear]
 
 
 _MUST_STAY = (
@@ -134,12 +134,12 @@ class Linearization:
         """Return whether a number of bytes can be kept, too."""
         return size <= self._room
 
-    def all(self, task: str) -> list[Any] | None:
+    def all(self, task: str) -> list[Linear] | None:
         """Return what is kept of all batches; ``None`` if that of a batch is missing."""
         built = list(self._built[task].values()) if task in self._complete else [_REJECTED]
         return None if any(x is _REJECTED for x in built) else built
 
-    def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Any]:
+    def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Linear]:
         """Yield what is kept of each batch, or build it, and keep it if there is room.
 
         Nothing is kept of a model that draws random numbers: it draws the same ones in each pass.
@@ -161,11 +161,12 @@ class Linearization:
                 kept.setdefault(index, _REJECTED)
             if index not in kept:
                 before = GeneratorStates()
-                built, tensors = build(problem, True)
-                kept[index] = built if before.are_current() and self._fits(tensors) else _REJECTED
+                built = build(problem, True)
+                is_fit = before.are_current() and self._fits(built.tensors)
+                kept[index] = built if is_fit else _REJECTED
                 yield built
             elif kept[index] is _REJECTED:
-                yield build(problem, False)[0]
+                yield build(problem, False)
             else:
                 yield kept[index]
         self._complete.add(task)

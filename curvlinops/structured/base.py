@@ -285,11 +285,8 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     def _apply_rows(self, rows: Tensor) -> Tensor:
         """Multiply vectors ``[K, dim]``."""
-        return self.domain.join_rows(self._apply(self.domain.split_rows(rows)))
-
-    def _apply_adjoint_rows(self, rows: Tensor) -> Tensor:
-        """Multiply vectors ``[K, dim]`` by the adjoint."""
-        return self.domain.join_rows(self._apply_adjoint(self.codomain.split_rows(rows)))
+        columns = self.domain.split_rows(rows)
+        return self.codomain.join_rows(self._apply(columns, self.codomain.names))
 
     def _parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
         """Return so many equally large diagonal blocks, of which the operator consists.

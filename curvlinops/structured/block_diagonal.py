@@ -216,13 +216,12 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """The layouts in vectors that are one tensor."""
         return [in_whole(layout, self.domain) for layout in self._layouts]
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._products(columns, StructuredLinearOperator._apply_rows)
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        if "" in columns or len(columns) == len(wanted) == len(self.domain.shapes):
+            return self._apply_all(columns)
+        return self._apply_some(columns, wanted)
 
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._products(columns, StructuredLinearOperator._apply_adjoint_rows)
-
-    def _products(self, columns: Columns, multiply: Callable) -> Columns:
+    def _apply_all(self, columns: Columns) -> Columns:
         """Multiply vectors by all blocks."""
         columns = self._agreed(columns)
         rows = columns.get("")
@@ -231,7 +230,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         layouts = self._layouts if rows is None else self._in_whole
         source = columns if rows is None else {"": rows}
         out = self._joined(
-            multiply(block, self._gathered(layout, source))
+            block._apply_rows(self._gathered(layout, source))
             for block, layout in zip(self._stacks, layouts, strict=True)
         )
         return {"": out} if "" in columns else self.domain.split_rows(out)
@@ -266,7 +265,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         for name, whole in wholes.items():  # of which another block may have other entries
             out[name] += self.domain.part(name, whole)
 
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
+    def _apply_some(self, columns: Columns, names: Sequence[str]) -> Columns:
+        """Multiply some tensors of vectors, by blocks that some tensors of the product need."""
         blocks = [
             (block, layout)
             for block, layout in self._pairs
@@ -376,10 +376,8 @@ class RemoteLinearOperator(StructuredLinearOperator):
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device):
         super().__init__(ParameterSpace.flat(dim, dtype, device))
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": torch.zeros_like(columns[""])}
-
-    _apply_adjoint = _apply
 
     def _diagonal(self) -> Tensor:
         return self.domain.zeros(1)[""][0]

@@ -61,8 +61,9 @@ class DiagonalLinearOperator(KnownEigenvalues):
     def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
         return isinstance(other, DiagonalLinearOperator)
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         diagonal = self.domain.split_rows(self.eigenvalues.unsqueeze(0))
+        columns = self.domain.fill(columns, wanted)
         return {name: column * diagonal[name] for name, column in columns.items()}
 
     def _diagonal(self) -> Tensor:
@@ -148,13 +149,9 @@ class IdentityLinearOperator(StructuredLinearOperator):
         part = ParameterSpace.flat(size, space.dtype, space.device)
         return [IdentityLinearOperator(part, self.scalar)] * number
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        columns = self.domain.fill(columns, wanted)
         return {name: self.scalar * column for name, column in columns.items()}
-
-    def _apply_restricted(self, columns: Columns, names: list[str]) -> Columns:
-        num_columns = next(iter(columns.values())).shape[0]
-        some = {name: columns[name] for name in names if name in columns}
-        return self.domain.restricted(names).zeros(num_columns) | self._apply(some)
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.torch_dtype, device=self.device)

@@ -1,6 +1,8 @@
 """Matrices with known eigenvalues: eigendecompositions."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -99,14 +101,19 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
         values, vectors = self.eigenvalues.tensor_split(number), self.eigenvectors._parts(number)
         return list(map(EighDecomposedLinearOperator, values, vectors))
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         # columns get a new value at each step, so that the memory of the old one is free
-        columns = self.eigenvectors._apply_adjoint(columns)
+        columns = self._transposed_eigenvectors._apply(columns, self.domain.names)
         columns = self._scale(columns, self.eigenvalues)
-        return self.eigenvectors._apply(columns)
+        return self.eigenvectors._apply(columns, wanted)
+
+    @cached_property
+    def _transposed_eigenvectors(self) -> StructuredLinearOperator:
+        return self.eigenvectors._adjoint()
 
     def _multiply_root(self, columns: Columns) -> Columns:
-        return self.eigenvectors._apply(self._scale(columns, power(self.eigenvalues, 0.5)))
+        columns = self._scale(columns, power(self.eigenvalues, 0.5))
+        return self.eigenvectors._apply(columns, self.domain.names)
 
     def _scale(self, columns: Columns, diagonal: Tensor) -> Columns:
         """Multiply columns by a diagonal matrix."""
@@ -114,8 +121,8 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
         return {name: column * scales[name] for name, column in columns.items()}
 
     def _diagonal(self) -> Tensor:
-        values = self.domain.split_rows(self.eigenvalues.unsqueeze(0))
-        return self.domain.join_rows(self.eigenvectors._squared_entries()._apply(values))[0].clone()
+        squares = self.eigenvectors._squared_entries()
+        return squares._apply_rows(self.eigenvalues.unsqueeze(0))[0].clone()
 
     @in_default_modes
     def eigh(self) -> "EighDecomposedLinearOperator":
@@ -157,11 +164,8 @@ class DenseMatrix(StructuredLinearOperator):
     def _record(self) -> tuple:
         return (self.matrix,)
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": columns[""] @ self.matrix.T}
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return {"": columns[""] @ self.matrix}
 
     def _transposed(self) -> "DenseMatrix":
         return DenseMatrix(self.matrix.T)

@@ -1,7 +1,7 @@
 """Kronecker products, and block-diagonals of equally large ones."""
 
-from collections.abc import Iterable
-from functools import cached_property, reduce
+from collections.abc import Iterable, Sequence
+from functools import reduce
 from math import prod
 
 import torch
@@ -87,15 +87,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         factors = zip(*(factor.parts(number) for factor in self._factors), strict=True)
         return [self._of(some) for some in factors]
 
-    def _apply(self, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         return {"": multiply(self._factors, self._groups, columns[""])}
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return {"": multiply(self._transposed_factors, self._groups, columns[""])}
-
-    @cached_property
-    def _transposed_factors(self) -> list[Factor]:
-        return [factor.transposed() for factor in self._factors]
 
     # --- quantities: those of the factors, by group
 
@@ -208,7 +201,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return self._of(left.times(right) for left, right in pairs)
 
     def _transposed(self) -> "KroneckerProductLinearOperator":
-        return self._of(self._transposed_factors)
+        return self._of(factor.transposed() for factor in self._factors)
 
     def _squared_entries(self) -> "KroneckerProductLinearOperator":
         return self._of(factor.squared() for factor in self._factors)

@@ -1,5 +1,6 @@
 """Sums of Kronecker products and multiples of the identity."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -36,13 +37,8 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _make_parts(self, number: int) -> "list[ShiftedLinearOperator]":
         return [ShiftedLinearOperator(part, self.shift) for part in self.operator._parts(number)]
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self._plus_multiple(self.operator._apply(columns), columns)
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return self._plus_multiple(self.operator._apply_adjoint(columns), columns)
-
-    def _plus_multiple(self, products: Columns, columns: Columns) -> Columns:
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        products = self.operator._apply(columns, wanted)
         return {"": torch.add(products[""], columns[""], alpha=self.shift)}
 
     def _trace(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Sums of Kronecker products, and the inverses of sums of two."""
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from math import prod
 
 import torch
@@ -71,11 +71,8 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self._terms, self.max_dense_dim
 
-    def _apply(self, columns: Columns) -> Columns:
-        return {"": reduce(torch.add, [term._apply(columns)[""] for term in self._terms])}
-
-    def _apply_adjoint(self, columns: Columns) -> Columns:
-        return {"": reduce(torch.add, [term._apply_adjoint(columns)[""] for term in self._terms])}
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        return {"": reduce(torch.add, [term._apply(columns, wanted)[""] for term in self._terms])}
 
     def _trace(self) -> Tensor:
         return reduce(torch.add, [term._trace() for term in self._terms])
@@ -233,19 +230,24 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self.values, self.basis, self.dual
 
-    def _apply(self, columns: Columns) -> Columns:
-        return self.basis._apply({"": self.basis._apply_adjoint(columns)[""] * self.values})
+    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+        products = self._transposed_basis._apply(columns, wanted)[""]
+        return self.basis._apply({"": products * self.values}, wanted)
+
+    @cached_property
+    def _transposed_basis(self) -> StructuredLinearOperator:
+        return self.basis._adjoint()
 
     def _multiply_root(self, columns: Columns) -> Columns:
-        return self.basis._apply({"": columns[""] * power(self.values, 0.5)})
+        return self.basis._apply({"": columns[""] * power(self.values, 0.5)}, [""])
 
     def _norm(self) -> Tensor:
-        gram = self.basis._adjoint()._multiplied(self.basis)._squared_entries()
-        product = gram._apply({"": self.values.unsqueeze(0)})[""][0]
+        gram = self._transposed_basis._multiplied(self.basis)._squared_entries()
+        product = gram._apply_rows(self.values.unsqueeze(0))[0]
         return (self.values @ product).clamp(min=0).sqrt()
 
     def _diagonal(self) -> Tensor:
-        return self.basis._squared_entries()._apply({"": self.values.unsqueeze(0)})[""][0]
+        return self.basis._squared_entries()._apply_rows(self.values.unsqueeze(0))[0]
 
     def _has_eigh(self) -> bool:
         return False

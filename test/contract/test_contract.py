@@ -315,12 +315,12 @@ def test_pickle(case: str, problem: str):
 
 #: Methods that pass over the data, and the names of these passes.
 PASSES: dict[tuple[str, str], list[str]] = {(case, "product"): ["matmat"] for case in ALL} | {
-    ("ggn-diagonal", "product"): ["diagonal"],
+    ("ggn-diagonal", "product"): ["matmat"],
     ("transposed", "product"): ["rmatmat"],
     ("kfac", "product"): ["factors"],
     ("ekfac", "product"): ["factors", "eigenvalues"],
     ("ggn-diagonal", "trace"): ["trace"],
-    ("ggn-diagonal", "diagonal"): ["diagonal"],
+    ("ggn-diagonal", "diagonal"): ["matmat"],
     ("gradients", "norms"): ["norms"],
     ("gradients", "gram"): ["gram"],
     ("gradients", "dense"): ["gradients"],

@@ -309,10 +309,10 @@ def errors_of_solvers() -> None:
     class Broken(curvlinops.IdentityLinearOperator):
         fails = False
 
-        def _apply(self, columns: Any) -> Any:
+        def _apply(self, columns: Any, wanted: Any) -> Any:
             if self.fails and rank() == 1:
                 raise KeyError("here")
-            return super()._apply(columns)
+            return super()._apply(columns, wanted)
 
     G, _ = both("ggn", classifier())
     M, v = Broken(G.space), vector(G)

@@ -11,10 +11,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from scipy.sparse.linalg import LinearOperator, aslinearoperator
 from structured_cases import ALL as STRUCTURED
-from structured_cases import DOUBLE, Diag, Identity, Kron, eye, positive, randn
+from structured_cases import DOUBLE, Blocks, Diag, Identity, Kron, eye, positive, randn
 from torch import Tensor
 
 from curvlinops import (
+    CGInverseLinearOperator,
+    LSMRInverseLinearOperator,
+    NeumannInverseLinearOperator,
     ParameterSpace,
     StructuredLinearOperator,
     SubmatrixLinearOperator,
@@ -33,12 +36,12 @@ class Matrix(TorchLinearOperator):
         self.matrix, self.count = matrix, 0
         super().__init__(domain, codomain)
 
-    def _apply(self, columns):
+    def _apply(self, columns, wanted):
         self.count += 1
         return self.codomain.split_rows(self.domain.join_rows(columns) @ self.matrix.T)
 
-    def _apply_adjoint(self, columns):
-        return self.domain.split_rows(self.codomain.join_rows(columns) @ self.matrix)
+    def _transposed(self):
+        return type(self)(self.matrix.T, self.codomain, self.domain)
 
 
 class NoNumpy(Matrix):
@@ -257,6 +260,44 @@ def test_expressions(name: str, monkeypatch):
     check(part.T.to_dense(), matrix[[1, 3], :2].T, scale=100)
 
 
+#: A positive definite matrix with the names of SPACE, and operators that need all of their vectors.
+POSITIVE = Diag(SPACE.split(positive(9))) + 0.01 * (A @ A.T)
+SPD = POSITIVE.to_dense()
+NAMED = {n: x for n, x in EXPRESSIONS.items() if not (x[0].domain.is_flat or x[0].codomain.is_flat)}
+NAMED |= {
+    "product of four": (A @ POSITIVE @ B @ A, a @ SPD @ b @ a),
+    "identity": (Identity(SPACE), eye(9)),
+    "square of a diagonal": (Diag(SPACE.split(d9 := positive(9))) ** 2, d9.diag() ** 2),
+    "eigenvectors": (Diag(SPACE.split(d9)).eigh(), d9.diag()),
+    "blocks": (
+        Blocks([Diag(d9[:3]), Kron(SPD[3:, 3:])], SPACE),
+        torch.block_diag(d9[:3].diag(), SPD[3:, 3:]),
+    ),
+    "CG": (CGInverseLinearOperator(POSITIVE, rtol=1e-13), SPD.inverse()),
+    "Neumann": (
+        NeumannInverseLinearOperator(Identity(SPACE) + 0.01 * A, 1, rtol=1),
+        eye(9) - 0.01 * a,
+    ),
+    "LSMR": (
+        LSMRInverseLinearOperator(POSITIVE + 0.1 * A, atol=0, btol=0),
+        (SPD + 0.1 * a).inverse(),
+    ),
+}
+
+
+@pytest.mark.parametrize("names", [["bias"], ["scale", "weight"], ["weight", "bias", "scale"]])
+@pytest.mark.parametrize("name", NAMED)
+def test_some_tensors_of_vectors_and_products(name: str, names: list[str]):
+    """Tensors that are not given are zero, in products with the adjoint, too."""
+    operator, matrix = NAMED[name]
+    columns = torch.cat([torch.arange(9)[SPACE.slice(n)] for n in names])
+    for wanted in (["scale"], ["weight", "bias"]):
+        rows = torch.cat([torch.arange(9)[SPACE.slice(n)] for n in wanted])
+        part = SubmatrixLinearOperator(operator, wanted, names)
+        check(part.to_dense(), matrix[rows][:, columns], scale=100)
+        check(part.T.to_dense(), matrix[rows][:, columns].T, scale=100)
+
+
 def test_precision_of_the_identity_with_others():
     single = Matrix(a.float(), SPACE.to(dtype=torch.float32), SPACE.to(dtype=torch.float32))
     for operator in (single + PLAIN, PLAIN - single, single @ PLAIN, PLAIN @ PLAIN + PLAIN):
@@ -277,7 +318,7 @@ REPRESENTATIONS = {
     "Matrix + 0.1 * Identity": A.damped(0.1),
     "Matrix - (2 * Matrix)": A - 2 * B,
     "(2 * (Matrix + Matrix)) @ Matrix**2": 2 * (A + B) @ A**2,
-    "Matrix.T @ Matrix": J.T @ J,
+    "Matrix @ Matrix": J.T @ J,
     "Matrix - 3 * Identity": A - 3 * PLAIN,
 }
 
@@ -318,7 +359,7 @@ class Short(TorchLinearOperator):
     def __init__(self):
         super().__init__(ParameterSpace({"a": (2, 3), "b": (4,)}), self_adjoint=True)
 
-    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _apply(self, columns: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
         return {"a": columns["a"], "b": columns["b"][:, :1]}
 
 

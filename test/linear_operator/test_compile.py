@@ -141,7 +141,7 @@ def test_users_operators_are_constructed_uncompiled():
             self.scale = scale
             super().__init__(C.ParameterSpace({"": (3,)}), self_adjoint=True)
 
-        def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        def _apply(self, columns: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
             compiled.append(torch.compiler.is_compiling())
             return {"": self.scale * columns[""]}
 

@@ -591,13 +591,13 @@ class Diagonal(C.TorchLinearOperator):
         self.diagonal = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64)
         self.depth = self.entries = self.products = self.linearized_products = 0
 
-    def _apply(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _apply(self, columns: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
         self.products += 1
         self.linearized_products += self.depth > 0
         return {"": columns[""] * self.diagonal}
 
-    def _apply_adjoint(self, columns: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._apply(columns)
+    def _transposed(self) -> "Diagonal":
+        return self
 
     @contextmanager
     def linearized(self) -> Iterator[None]:

@@ -152,14 +152,14 @@ def test_another_device(tmp_path):
 class Own(StructuredLinearOperator):
     """An operator of a user."""
 
-    def _apply(self, columns):
+    def _apply(self, columns, wanted):
         return columns
 
 
 class OwnBlocks(Blocks):
     """Blocks with products of their own, which must not be lost without a word."""
 
-    def _apply(self, columns):
+    def _apply(self, columns, wanted):
         return {name: 2 * column for name, column in columns.items()}
 
 

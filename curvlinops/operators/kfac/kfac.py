@@ -579,7 +579,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return not self.domain.is_sharded
 
     _apply = of_structure(StructuredLinearOperator._apply)
-    _apply_restricted = of_structure(StructuredLinearOperator._apply_restricted)
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):
