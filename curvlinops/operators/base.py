@@ -404,7 +404,7 @@ class DataLinearOperator(TorchLinearOperator):
         may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
             self._first_output = check_repeatable(self.risk, may_couple)
-        self.risk.learn(train_flags=train_flags(self.risk.model.roots))
+        self.risk.facts.train_flags = train_flags(self.risk.model.roots)
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
         """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""
