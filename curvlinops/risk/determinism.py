@@ -15,7 +15,12 @@ from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate
 from curvlinops.risk.empirical_risk import EmpiricalRisk
-from curvlinops.risk.sample_coupling import COUPLED, COUPLED_BATCHES, couples_samples
+from curvlinops.risk.sample_coupling import (
+    COUPLED,
+    COUPLED_BATCHES,
+    SeenAlone,
+    couples_samples,
+)
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
@@ -76,14 +81,18 @@ def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> 
         seed_everything(seed)
         problem = next(batches)
         data = digest((problem.batch.X, problem.batch.y))
-        output, results = _evaluate(problem)
+        output, results, graph = _evaluate(problem)
         if risk.per_sample:
             problem.check_numbers(output)
         fault = None
         if may_couple is not None:
             fault = _fault_of_fast_path(problem, output, results[0])
             if fault is None and not may_couple and not risk.is_all_data(problem.batch):
-                fault = _fault_of_samples(risk, problem, output)
+                seen = problem.rules(SeenAlone)
+                if not seen.knows(problem.model, graph):
+                    fault = _fault_of_samples(risk, problem, output)
+                    if fault is None:
+                        seen.note()
         return _Observed(data, stand_in(output), results, fault)
 
 
@@ -140,18 +149,19 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
     )
 
 
-def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:
-    """Return the output, and what must repeat: the output, or the loss and perhaps its gradient.
+def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
+    """Return the output, what must repeat, and a hash of the graph's operations.
 
-    The gradient of a loss that repeats repeats, too, unless the model draws random numbers that
-    cancel in the loss, or the backward pass runs the user's code.
+    What must repeat is the output, or the loss and perhaps its gradient. The gradient of a loss
+    that repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
+    backward pass runs the user's code.
     """
     states = GeneratorStates()
     with problem.recording("once", is_summed=False) as (_, leaves, output):
+        graph = hash(tuple(node.name() for node in graph_nodes(output)))
         if problem.loss is None:
             problem.check_numbers(output)
-        if problem.loss is None:
-            return output.detach(), [output.detach()]
+            return output.detach(), [output.detach()], graph
         with problem.formulas():
             loss, _ = problem.loss_sum(output)
         problem.check_finite(loss.detach())
@@ -160,7 +170,7 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:
         if not is_proved or custom_functions(graph_nodes(loss)):
             sketches = _sketches(loss, leaves)
             problem.check_finite(loss.detach(), sketches)
-        return output.detach(), [loss.detach(), *sketches.values()]
+        return output.detach(), [loss.detach(), *sketches.values()], graph
 
 
 def _sketches(loss: Tensor, leaves: dict[str, Tensor]) -> Columns:
