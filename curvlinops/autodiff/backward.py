@@ -15,6 +15,7 @@ from curvlinops.autodiff.scattering import is_stand_in, stand_in
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.refusals import is_refusal, lacks_memory
 from curvlinops.support.torch_internals import (
     input_metadata,
@@ -24,10 +25,6 @@ from curvlinops.support.torch_internals import (
 from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
-
-#: A batched pass needs about the graph's memory for each column. Several are faster while this
-#: fits the caches, about, or while a pass is too short to occupy the device; see the benchmarks.
-_BUDGETS = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 
 Tensors = Mapping[str, Tensor]
 
@@ -257,7 +254,7 @@ def explained() -> Iterator[None]:
 
 def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
     """Return whether a pass with so many columns is still fast, given the graph's memory."""
-    return num_columns * graph_bytes <= _BUDGETS.get(device.type, _BUDGETS["cuda"])
+    return num_columns * graph_bytes <= bytes_of_pass(device)
 
 
 def in_chunks(
@@ -272,7 +269,7 @@ def in_chunks(
         product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
             not support that, columns are taken one by one.
         size: The number of columns at once. It is halved while the memory is too small. Default: as
-            many as have ``_BUDGETS`` bytes, if each needs what ``tensors`` and their graphs do.
+            many as have ``bytes_of_pass``, if each needs what ``tensors`` and their graphs do.
         tensors: What the product keeps, see ``Linear``.
         shards: The parameters that are sharded, if any is differentiated.
 
@@ -292,8 +289,7 @@ def in_chunks(
         some = next(iter(V.values()))
         num_columns, start = some.shape[0], 0
         if num_columns > 1 and size is None:
-            budget = _BUDGETS.get(some.device.type, _BUDGETS["cuda"])
-            size = max(budget // max(footprint(tensors), 1), 1)
+            size = max(bytes_of_pass(some.device) // max(footprint(tensors), 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start

@@ -9,7 +9,6 @@ from torch import Tensor
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.custom_functions import (
     Gradient,
-    can_compare,
     check_derivative,
     directions,
 )
@@ -187,9 +186,6 @@ class AdditiveLoss(Loss):
             "torch.nn.CrossEntropyLoss."
         )
         what = f"The product with the Hessian of {self.name}"
-        if not can_compare([output.dtype]):
-            warn(f"{what} cannot be compared with differences in {output.dtype}. {remedy}")
-            return
 
         def function(z: Tensors) -> Tensors:
             leaf = z[""].clone().requires_grad_()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +56,11 @@ class DataLinearOperator(TorchLinearOperator):
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
         progressbar: Whether to show a progress bar during passes over the data. Solvers show one
             bar for all of their products, with the rate and the residual.
-        check_deterministic: Whether to check at construction, on the first batch, that data, loss
-            and gradient repeat, and that samples do not interact in the model; except in one batch
-            that is all data, for operators that are not made of single samples. In products, custom
-            autograd functions of the model are compared (see the page Conventions).
+        check_deterministic: Whether to check at construction, on the first batch, that data and
+            loss repeat (and the gradient, where that does not follow), and that samples do not
+            interact in the model; except in one batch that is all data, for operators that are not
+            made of single samples. In products, custom autograd functions of the model are compared
+            (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -87,6 +88,8 @@ class DataLinearOperator(TorchLinearOperator):
     _per_sample = False
     #: Whether the quantity is a sum over data, so that several processes may have parts of it.
     _adds_data = True
+    #: A tensor like the output of the first batch, if that was checked.
+    _first_output: ClassVar[Tensor | None] = None
 
     model_func: nn.Module | Callable
     loss_func: nn.Module | Callable | None
@@ -389,8 +392,8 @@ class DataLinearOperator(TorchLinearOperator):
         singles_of = type(self).__name__ if self._per_sample else None
         may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
-            check_repeatable(self.risk, may_couple)
-        self.risk.learn(train_flags=train_flags(self.risk.model.roots))
+            self._first_output = check_repeatable(self.risk, may_couple)
+        self.risk.facts.train_flags = train_flags(self.risk.model.roots)
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
         """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""

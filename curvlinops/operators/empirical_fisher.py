@@ -113,7 +113,7 @@ class EFLinearOperator(DataLinearOperator):
             return False
         if problem.facts.prefers_rows is None:
             with preserved_rng():  # the product draws as if there was no choice
-                problem.learn(prefers_rows=self._compare_costs(problem))
+                problem.facts.prefers_rows = self._compare_costs(problem)
         return problem.facts.prefers_rows
 
     def _compare_costs(self, problem: BatchProblem) -> bool:

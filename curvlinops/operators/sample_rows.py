@@ -231,7 +231,7 @@ def graph_or_rows(
 
     def otherwise(error: Exception) -> Linear:
         if isinstance(error, NoDerivativeError):
-            problem.learn(lacks_derivative=True)
+            problem.facts.lacks_derivative = True
         return from_rows()
 
     try:

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -14,14 +13,8 @@ from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
-from curvlinops.risk.model_facts import ModelFacts, Watch, loss_without_graph, needs_graph
-from curvlinops.support.autograd_graph import (
-    custom_functions,
-    footprint,
-    graph_nodes,
-    precisions,
-    signature,
-)
+from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
+from curvlinops.support.autograd_graph import graph_nodes
 from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
@@ -39,9 +32,6 @@ NO_DERIVATIVE = (
 )
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
-
-#: The largest number of graphs that are remembered: a function may keep another number each time.
-_MOST_GRAPHS = 1000
 
 #: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
@@ -74,10 +64,8 @@ class BatchProblem:
         self._risk, self.batch = risk, batch
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
-        self._custom: set[str] = set()  # the user's autograd functions in the graph
-        self._signature = 0
-        #: The dtypes in which gradients pass the graph, if it has custom functions.
-        self.precisions: frozenset[torch.dtype] = frozenset()
+        #: The user's own functions in the graph of the last forward pass.
+        self.functions = UserFunctions(risk.facts)
         self._has_seen_loss = False
 
     def on(self, batch: Batch, space: ParameterSpace | None = None) -> "BatchProblem":
@@ -110,26 +98,6 @@ class BatchProblem:
         """
         return None if self._risk.facts.groups_rows is False else self.evident_samples
 
-    @cached_property
-    def attention_masks(self) -> list[Tensor]:
-        """The masks of the batch's sequences, ``[N, T]``, ``False`` at padding, if the model tells.
-
-        A model tells by its method ``attention_masks(X)``, as those of ``problem`` do.
-
-        Raises:
-            TypeError: If the method returns anything but a list of such masks.
-        """
-        masks_of = getattr(self.model.module or self.model.source, "attention_masks", None)
-        masks = [] if masks_of is None else masks_of(self.batch.X)
-        is_list = isinstance(masks, list | tuple)
-        if not is_list or not all(isinstance(x, Tensor) and x.ndim == 2 for x in masks):
-            raise TypeError(
-                "attention_masks(X) of the model must return a list of masks [N, T], got "
-                f"{'other entries in it' if is_list else f'a {type(masks).__name__}'}. For one "
-                "mask, return [mask]; for none, []."
-            )
-        return [mask.bool() for mask in masks]
-
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to.
 
@@ -147,7 +115,7 @@ class BatchProblem:
             groups_rows = groups_rows or self._groups_rows(num_rows)
         elif groups_rows is None:
             groups_rows = num_rows % num_samples == 0 and self._groups_rows(num_rows)
-            self.learn(groups_rows=groups_rows)
+            self._risk.facts.groups_rows = groups_rows
         if groups_rows and num_rows % num_samples:
             raise ValueError(
                 f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
@@ -230,10 +198,6 @@ class BatchProblem:
                 pass
         return self._risk.facts
 
-    def learn(self, **facts: Any) -> None:
-        """Add to the facts about the model."""
-        self._risk.learn(**facts)
-
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
@@ -247,31 +211,8 @@ class BatchProblem:
 
     @property
     def uncompared(self) -> list[str]:
-        """The user's own autograd functions and hooks in a recorded graph that is new.
-
-        Empty with ``check_deterministic=False``.
-        """
-        known = not self._risk.checks or self._signature in self.facts.compared
-        return [] if known else sorted(self._custom | self.facts.hooks)
-
-    def was_compared(self, is_complete: bool) -> None:
-        """Remember that the custom functions of this graph were compared.
-
-        Args:
-            is_complete: Whether no gradient was zero: a zero in a layer behind, as in an adapter
-                before its first step, hides the function.
-        """
-        if is_complete:
-            compared = self.facts.compared
-            known = compared if len(compared) < _MOST_GRAPHS else frozenset()
-            self.learn(compared=known | {self._signature})
-
-    def _note_functions(self, nodes: list[Any], output: Tensor) -> None:
-        """Note the user's own autograd functions in the graph of an output."""
-        if (found := custom_functions(nodes)) or self._risk.facts.hooks:
-            self._custom |= found
-            self._signature = hash((self._signature, signature(nodes)))
-            self.precisions |= precisions(nodes, output)
+        """The functions that must be compared; none with ``check_deterministic=False``."""
+        return self.functions.uncompared if self._risk.checks else []
 
     # --- evaluations
 
@@ -326,7 +267,7 @@ class BatchProblem:
         for name in self.model.sharded:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
-        self._custom, self._signature, self._has_seen_loss = set(), 0, False
+        self.functions, self._has_seen_loss = UserFunctions(self._risk.facts), False
         with evaluation.active():
             output = self.output(evaluation)
             if self.is_first:
@@ -336,7 +277,7 @@ class BatchProblem:
                 if not self.loss_needs_graph:
                     nodes = list(graph_nodes(output))
                     check_graph(nodes, self.model, leaves)
-                    self._note_functions(nodes, output)
+                    self.functions.note(nodes, output)
             yield Recording(evaluation, leaves, output)
 
     def learn_from(
@@ -355,21 +296,15 @@ class BatchProblem:
         with self._watch as watch:
             watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
-        self.learn(
-            is_evaluated=True,
-            graph_bytes=footprint([output]),
-            hooks=frozenset(watch.hooks),
-            differentiates=watch.differentiates,
-            stops_gradients=watch.stops_gradients,
-            loss_needs_graph=loss_needs_graph,
-        )
+        self._risk.facts.learn(watch, output)
+        self._risk.set_loss_needs_graph(loss_needs_graph)
         with self.formulas():
             self.check_target(output, with_values=True)
         value = self.loss_sum(output)[0] if loss_needs_graph else output
         nodes = list(graph_nodes(value))
         check_graph(nodes, self.model, leaves, must_depend)
         if not loss_needs_graph:
-            self._note_functions(nodes, output)
+            self.functions.note(nodes, output)
 
     def look_at_loss(self, output: Tensor) -> None:
         """Find out whether the loss needs the graph of this batch's output.
@@ -377,20 +312,14 @@ class BatchProblem:
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
         if not self._has_seen_loss:
-            needs_graph = self._needs_graph(output)
-            if needs_graph != self._risk.facts.loss_needs_graph:
-                self.learn(loss_needs_graph=needs_graph)
+            self._risk.set_loss_needs_graph(self._needs_graph(output))
 
     def _needs_graph(self, output: Tensor) -> bool:
         self._has_seen_loss = True
         if self.loss is None or self.loss.is_function_of_values:
             return False
-        alone = loss_without_graph(self.loss, output, self.batch.y)
         parameters = set(map(id, self.model.params.values()))
-        if needs_graph(self.loss, alone, output, self.batch.y, parameters):
-            return True
-        self._note_functions(list(graph_nodes(alone)), alone)
-        return False
+        return needs_graph(self.loss, output, self.batch.y, parameters, self.functions)
 
     # --- the loss
 
@@ -420,7 +349,7 @@ class BatchProblem:
             is_late = facts.is_evaluated and not facts.adds_up and not is_all
             if with_values or is_late:
                 self.loss.check_values(output, self.batch.y, is_all)
-                self.learn(adds_up=not is_all)
+                facts.adds_up = not is_all
         except ValueError as error:
             raise ValueError(f"Batch {self.batch.index}: {error}") from error
 
@@ -454,7 +383,7 @@ class BatchProblem:
         """Return the seed of the backward pass of ``loss_sum``, differentiable, and the weight."""
         if self.loss_needs_graph:
             value, weight = self.loss_sum(output)
-            self._note_functions(list(graph_nodes(value)), value)
+            self.functions.note(list(graph_nodes(value)), value)
             return (value, None), weight
         weight = self.weight(output)
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight

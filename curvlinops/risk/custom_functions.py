@@ -11,7 +11,6 @@ from torch import Tensor
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
 from curvlinops.autodiff.custom_functions import (
     Gradient,
-    can_compare,
     check_derivative,
     compare_adjoint,
     directions,
@@ -45,7 +44,7 @@ def check_jacobian(
             f"parameters are sharded. The backward of {', '.join(problem.uncompared)} must be "
             "differentiable with respect to the gradient that it gets."
         )
-        problem.was_compared(True)
+        problem.functions.were_compared(True)
         return
 
     def transposed(w: Tensor) -> dict[str, Tensor]:
@@ -55,7 +54,7 @@ def check_jacobian(
     def product(v: Tensors) -> Tensor:
         return jvp({name: x.unsqueeze(0) for name, x in v.items()})[0]
 
-    dtypes = {x.dtype for x in (output, *leaves.values())} | problem.precisions
+    dtypes = {x.dtype for x in (output, *leaves.values())} | problem.functions.precisions
     is_right, sizes = compare_adjoint(product, transposed, leaves, output, dtypes)
     if not is_right:
         raise NoDerivativeError(
@@ -65,7 +64,7 @@ def check_jacobian(
             "PyTorch operations in it, and neither detach the gradient nor leave PyTorch. "
             "check_deterministic=False skips this comparison."
         )
-    problem.was_compared(all(sizes.values()))
+    problem.functions.were_compared(all(sizes.values()))
 
 
 def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Tensor]) -> None:
@@ -85,10 +84,10 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         "estimators, pass check_deterministic=False."
     )
     at = {name: leaf.detach() for name, leaf in problem.leaves().items()}
-    dtypes = {x.dtype for x in at.values()} | problem.precisions
-    if problem.shards or not problem.can_substitute or not can_compare(dtypes):
-        reason = "the model is a closure, is sharded, or computes with less than 32 bits"
-        problem.was_compared(True)
+    dtypes = {x.dtype for x in at.values()} | problem.functions.precisions
+    if problem.shards or not problem.can_substitute:
+        problem.functions.were_compared(True)
+        reason = "the model is a closure, or sharded"
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
         return
 
@@ -114,7 +113,7 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         gradient = Gradient(at, near, function, product, norms)
         what = f"The Hessian product on batch {problem.batch.index}"
         is_complete = check_derivative(gradient, dtypes, what, remedy)
-    problem.was_compared(is_complete)
+    problem.functions.were_compared(is_complete)
 
 
 def _check_loss(problem: BatchProblem) -> None:

@@ -278,7 +278,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         if not is_right:
             states.restore()
             if not is_zero:
-                problem.learn(lacks_tangents=True)
+                problem.facts.lacks_tangents = True
             return _gauss_newton(problem, head, single=True)(V, out)
         add(out, 0, {name: grads[name] for name in out})
         return weight

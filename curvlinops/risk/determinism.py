@@ -11,13 +11,19 @@ from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.autodiff.scattering import stand_in
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import Head, evaluate, gradient
+from curvlinops.risk.derivatives import evaluate
 from curvlinops.risk.empirical_risk import EmpiricalRisk
-from curvlinops.risk.sample_coupling import COUPLED, COUPLED_BATCHES, couples_samples
+from curvlinops.risk.sample_coupling import (
+    COUPLED,
+    COUPLED_BATCHES,
+    SeenAlone,
+    couples_samples,
+)
+from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
-from curvlinops.support.rng import seed_everything
+from curvlinops.support.rng import GeneratorStates, seed_everything
 from curvlinops.support.torch_internals import modules_of
 
 _OTHER_DATA = (
@@ -32,8 +38,11 @@ _OTHER_RESULTS = (
 )
 
 
-def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
+def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> Tensor:
     """Draw the first batch twice and evaluate it twice, with different random seeds, and compare.
+
+    Gradients are compared only where they may differ though losses do not. Those that are not
+    finite are left to the first product.
 
     Unless one batch is all data, samples must not interact: the first and the last ones must have
     the same outputs without the rest of their batch. For quantities of single samples, they never
@@ -43,9 +52,12 @@ def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
         risk: Model, loss and data.
         may_couple: Whether samples may interact in any case, as the user was told.
 
+    Returns:
+        A tensor like the output, without memory.
+
     Raises:
-        ValueError: If the loss or its gradient is not finite, if samples interact, or if the user's
-            own call of the model computes something else.
+        ValueError: If the loss is not finite, if samples interact, or if the user's own call of the
+            model computes something else.
         RuntimeError: If data, outputs, loss or gradient differ.
     """
     # parts of the batch last: models may keep what they compute in X
@@ -57,12 +69,17 @@ def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> None:
         raise RuntimeError(_OTHER_RESULTS)
     if second.fault is not None:  # a random model would have it, too
         raise ValueError(second.fault)
+    return first.output
 
 
 class _Observed(NamedTuple):
-    """The digest of a batch, tensors that were computed of it, and why it is refused."""
+    """The digest of a batch, what was computed of it, and why it is refused.
+
+    Of the output, only its shape is kept, in a tensor without memory.
+    """
 
     data: list[tuple]
+    output: Tensor
     results: list[Tensor]
     fault: str | None
 
@@ -73,13 +90,19 @@ def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> 
         seed_everything(seed)
         problem = next(batches)
         data = digest((problem.batch.X, problem.batch.y))
-        output, results = _evaluate(problem)
+        output, results, graph = _evaluate(problem)
+        if risk.per_sample:
+            problem.check_numbers(output)
         fault = None
         if may_couple is not None:
             fault = _fault_of_fast_path(problem, output, results[0])
             if fault is None and not may_couple and not risk.is_all_data(problem.batch):
-                fault = _fault_of_samples(risk, problem, output)
-        return _Observed(data, results, fault)
+                seen = problem.rules(SeenAlone)
+                if not seen.knows(problem.model, graph):
+                    fault = _fault_of_samples(risk, problem, output)
+                    if fault is None:
+                        seen.note()
+        return _Observed(data, stand_in(output), results, fault)
 
 
 def _fault_of_samples(risk: EmpiricalRisk, problem: BatchProblem, output: Tensor) -> str | None:
@@ -135,31 +158,32 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
     )
 
 
-def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor]]:
-    """Return the output, and what must repeat: the output, or loss and gradient."""
-    if problem.loss is None:
-        output = evaluate(problem)
-        problem.check_numbers(output)
-        return output, [output]
-    outputs = []
+def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
+    """Return the output, what must repeat, and a hash of the graph's operations.
 
-    def head(output: Tensor) -> tuple[Tensor, Tensor]:
-        outputs.append(output.detach())
-        return problem.loss_sum(output)
-
-    if problem.model.sharded:
-        value, columns = _sketches(problem, head)
-    else:
-        value, columns, _ = gradient(problem, head)
-    problem.check_finite(value, columns)
-    return outputs[0], [value, *columns.values()]
-
-
-def _sketches(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns]:
-    """Return a scalar function of the output, and two numbers ``[2]`` of each tensor's gradient.
-
-    One gradient is in memory at a time.
+    What must repeat is the output, or the loss and perhaps its gradient. The gradient of a loss
+    that repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
+    backward pass runs the user's code.
     """
+    states = GeneratorStates()
+    with problem.recording("once", is_summed=False) as (_, leaves, output):
+        graph = hash(tuple(node.name() for node in graph_nodes(output)))
+        if problem.loss is None:
+            problem.check_numbers(output)
+            return output.detach(), [output.detach()], graph
+        with problem.formulas():
+            loss, _ = problem.loss_sum(output)
+        problem.check_finite(loss.detach())
+        sketches: Columns = {}
+        is_proved = states.are_current() and not problem.facts.hooks
+        if not is_proved or custom_functions(graph_nodes(loss)):
+            sketches = _sketches(loss, leaves)
+            problem.check_finite(loss.detach(), sketches)
+        return output.detach(), [loss.detach(), *sketches.values()], graph
+
+
+def _sketches(loss: Tensor, leaves: dict[str, Tensor]) -> Columns:
+    """Return two numbers ``[2]`` of each tensor's gradient; one gradient is in memory at a time."""
     sketches = {}
 
     def reduce(name: str, gradient: Tensor) -> Tensor:
@@ -167,13 +191,10 @@ def _sketches(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns]:
         sketches[name] = torch.stack([double_norm(gradient), mean])
         return stand_in(gradient)
 
-    with problem.recording("once", is_summed=False) as (_, leaves, output):
-        for name, leaf in leaves.items():
-            leaf.register_hook(partial(reduce, name))
-        with problem.formulas():
-            loss, _ = head(output)
-        vjp({"": loss}, {"": None}, leaves, retain=False)
-    return loss.detach(), sketches
+    for name, leaf in leaves.items():
+        leaf.register_hook(partial(reduce, name))
+    vjp({"": loss}, {"": None}, leaves, retain=False)
+    return sketches
 
 
 def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:

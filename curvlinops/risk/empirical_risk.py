@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,11 +64,6 @@ class EmpiricalRisk:
 
     # --- what is known of the model
 
-    def learn(self, **facts: Any) -> None:
-        """Add to what is known of model and loss."""
-        self.facts = replace(self.facts, **facts)
-        self._use_loss(self.loss)
-
     def invalidate(self) -> None:
         """Forget what is known of model and loss."""
         if self.facts.rules is not None:
@@ -79,13 +73,14 @@ class EmpiricalRisk:
     def use(self, loss: Loss | None) -> None:
         """Use the model as it is now, and a loss."""
         self.model.refresh()
-        self._use_loss(loss)
-
-    def _use_loss(self, loss: Loss | None) -> None:
-        """Use a loss, which is told whether it needs the graph of the output."""
         self.loss = loss
-        if loss is not None:
-            loss.needs_graph = self.facts.loss_needs_graph
+        self.set_loss_needs_graph(self.facts.loss_needs_graph)
+
+    def set_loss_needs_graph(self, needs_graph: bool) -> None:
+        """Note whether the loss needs the graph of the output, and tell it."""
+        self.facts.loss_needs_graph = needs_graph
+        if self.loss is not None:
+            self.loss.needs_graph = needs_graph
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all parameters and buffers of model and loss by name."""
@@ -103,7 +98,7 @@ class EmpiricalRisk:
             kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
             key = (train_flags(self.model.roots), kinds, tuple(self.model.params), loss)
-            self.learn(rules=rules_of(self.model.source, key))
+            self.facts.rules = rules_of(self.model.source, key)
         return self.facts.rules
 
     def is_all_data(self, batch: Batch) -> bool:

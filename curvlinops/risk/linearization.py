@@ -18,14 +18,12 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.devices import bytes_to_keep
 from curvlinops.support.digest import digest
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.torch_internals import strided_tensors, version_of
 
 _LOGGER = logging.getLogger("curvlinops")
-
-#: The budget of ``cache="auto"`` on the CPU, in bytes.
-_CPU_BUDGET = 2 * 2**30
 
 #: Stands for what is not kept, as it is too large or random.
 _REJECTED = object()
@@ -265,9 +263,4 @@ def budget_of(cache: str | int, device: torch.device) -> int:
     """Return the number of bytes that ``cache`` stands for on a device."""
     if cache == "none":
         return 0
-    if cache != "auto":
-        return cache
-    if device.type != "cuda":
-        return _CPU_BUDGET
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (torch.cuda.mem_get_info(device)[0] + reserved) // 4
+    return bytes_to_keep(device) if cache == "auto" else cache

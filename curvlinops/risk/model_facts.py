@@ -1,8 +1,8 @@
-"""What is known of a model and its loss: one immutable record."""
+"""What is known of a model and its loss: one record."""
 
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,21 @@ from torch.overrides import TorchFunctionMode
 from curvlinops.autodiff.evaluation import not_registered
 from curvlinops.autodiff.scattering import leaf_of
 from curvlinops.losses.base import Loss
-from curvlinops.support.autograd_graph import DIFFERENTIATING, graph_nodes, leaf_variables
+from curvlinops.support.autograd_graph import (
+    DIFFERENTIATING,
+    custom_functions,
+    footprint,
+    graph_nodes,
+    leaf_variables,
+    precisions,
+    signature,
+)
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.torch_internals import in_transform, without_torch_function
+
+#: The largest number of graphs that are remembered: a function may keep another number each time.
+_MOST_GRAPHS = 1000
 
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
@@ -47,14 +58,14 @@ class Rules:
         self._own.clear()
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelFacts:
-    """The facts about a model, its loss, and the shapes of its data.
+    """The facts about a model, its loss, and the shapes of its data, as far as they are known.
 
     Attributes:
         train_flags: The train flags with which the model was checked; ``None`` before.
         rules: The rules of layers; ``None`` until they are needed.
-        is_evaluated: Whether the model was evaluated. The attributes below are known since then.
+        is_evaluated: Whether the model was evaluated, so that it was ``learn``ed from.
         graph_bytes: The memory of the graph, in bytes.
         hooks: The names of hooks that the model registers on tensors, which may change gradients.
         differentiates: Whether the model differentiates itself, as meta-learning does, so that its
@@ -87,8 +98,49 @@ class ModelFacts:
     lacks_derivative: bool = False
     lacks_tangents: bool = False
     prefers_rows: bool | None = None
-    compared: frozenset[int] = frozenset()
+    compared: set[int] = field(default_factory=set)
     groups_rows: bool | None = None
+
+    def learn(self, watch: "Watch", output: Tensor) -> None:
+        """Learn from the model's first evaluation, and its output."""
+        self.is_evaluated, self.graph_bytes = True, footprint([output])
+        self.hooks, self.differentiates = frozenset(watch.hooks), watch.differentiates
+        self.stops_gradients = watch.stops_gradients
+
+
+class UserFunctions:
+    """The user's own autograd functions and hooks in the graph of a forward pass."""
+
+    def __init__(self, facts: ModelFacts):
+        self._facts, self._names, self._signature = facts, set[str](), 0
+        #: The dtypes in which gradients pass the graph, if it has such functions.
+        self.precisions: frozenset[torch.dtype] = frozenset()
+
+    def note(self, nodes: list[Any], output: Tensor) -> None:
+        """Note those among the nodes of the graph of an output."""
+        if (found := custom_functions(nodes)) or self._facts.hooks:
+            self._names |= found
+            self._signature = hash((self._signature, signature(nodes)))
+            self.precisions |= precisions(nodes, output)
+
+    @property
+    def uncompared(self) -> list[str]:
+        """Their names, if the graph is new."""
+        if self._signature in self._facts.compared:
+            return []
+        return sorted(self._names | self._facts.hooks)
+
+    def were_compared(self, is_complete: bool) -> None:
+        """Remember that those of this graph were compared.
+
+        Args:
+            is_complete: Whether no gradient was zero: a zero in a layer behind, as in an adapter
+                before its first step, hides the function.
+        """
+        if is_complete:
+            if len(self._facts.compared) >= _MOST_GRAPHS:
+                self._facts.compared.clear()
+            self._facts.compared.add(self._signature)
 
 
 class Watch(TorchFunctionMode):
@@ -145,7 +197,7 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def loss_without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
+def _without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
     """Return a user's loss of an output that has no history.
 
     Returns:
@@ -161,26 +213,26 @@ def loss_without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None
 
 
 def needs_graph(
-    loss: Loss, alone: Tensor | None, output: Tensor, target: Any, parameters: set[int]
+    loss: Loss, output: Tensor, target: Any, parameters: set[int], functions: UserFunctions
 ) -> bool:
-    """Return whether a loss depends on the parameters not only through the output's values.
+    """Return whether a loss depends on the parameters, given by ids, also beside the output.
 
-    Args:
-        loss: The loss.
-        alone: Its value from ``loss_without_graph``.
-        output: The output.
-        target: The batch's targets.
-        parameters: The ids of the user's parameters.
+    If it does not, the user's functions in it are noted.
     """
+    alone = _without_graph(loss, output, target)
     if alone is None:
         return True
-    used = leaf_variables(graph_nodes(alone))
+    nodes = list(graph_nodes(alone))
+    used = leaf_variables(nodes)
     if any(id(variable) in parameters or hasattr(variable, "replaces") for variable in used):
         return True
     # derivatives that count as zero where there is no graph
     with_graph = loss.sum(output.clone(), target)
     with without_torch_function():  # the loss reads no numbers here
-        return not torch.allclose(alone, with_graph, rtol=1e-4, atol=0.0, equal_nan=True)
+        if not torch.allclose(alone, with_graph, rtol=1e-4, atol=0.0, equal_nan=True):
+            return True
+    functions.note(nodes, alone)
+    return False
 
 
 #: The rules of each model, by the key that they depend on.

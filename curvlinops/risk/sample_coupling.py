@@ -1,12 +1,14 @@
 """Finds models whose output for a sample depends on the other samples of its batch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from curvlinops.autodiff.model import Model
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.pytree import has_length, leaves
+from curvlinops.support.torch_internals import strided_tensors
 from curvlinops.support.warnings import warn
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -14,6 +16,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-4, torch.float16: 2e-3}
 #: Relative difference that rounding never explains, whatever kernels compute.
 _MOST_ROUNDING = 0.1
+#: The largest number of graphs of a model that are remembered.
+_MOST_GRAPHS = 16
 
 _COUPLED = "The model's output for a sample depends on the other samples of its batch, so that"
 _EXCEPTIONS = (
@@ -64,6 +68,43 @@ def report_batch_statistics(roots: Iterable[nn.Module], operator: str | None) ->
         f"{remedy}"
     )
     return True
+
+
+class SeenAlone:
+    """Remembers of a model that samples had the same outputs alone, for all operators on it.
+
+    That holds for a graph of the same operations, unless a tensor was all zero that no longer is,
+    such as the gate of a layer before the first step.
+    """
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        self._known: dict[int, set[str]] = {}  # from a graph to the tensors that were zero
+        self._asked: tuple[int, set[str]] | None = None
+
+    def knows(self, model: Model, graph: int) -> bool:
+        """Return whether samples were seen alone; of sharded models, nothing is remembered."""
+        if model.shards is not None:
+            return False
+        zero = _zero_tensors(model.tensors())
+        self._asked = graph, zero
+        return graph in self._known and self._known[graph] <= zero
+
+    def note(self) -> None:
+        """Remember that samples were independent in the graph that was asked for."""
+        if self._asked is not None and len(self._known) < _MOST_GRAPHS:
+            self._known |= [self._asked]
+
+
+def _zero_tensors(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of tensors all of whose numbers are zero."""
+    parts = [(name, x) for name, t in tensors.items() for x in strided_tensors(t.detach())]
+    device = parts[0][1].device
+    corners = torch.stack([x[(slice(4),) * x.ndim].any().to(device) for _, x in parts]).tolist()
+    # most tensors show it in a corner
+    are_any = zip(parts, corners, strict=True)
+    return tensors.keys() - {name for (name, x), is_any in are_any if is_any or bool(x.any())}
 
 
 def couples_samples(problem: BatchProblem, output: Tensor, num_alone: int) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.support.devices import entries_at_once
 from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import strided_tensors
 
@@ -43,7 +44,7 @@ def _block_sums(words: Tensor) -> Tensor:
     weights = _weights(words.device)
     full, rest = words.split([len(words) // _BLOCK * _BLOCK, len(words) % _BLOCK])
     # several blocks at once where that saves time, not where products would leave the cache
-    parts = full.view(-1, _BLOCK).split(1 if words.is_cpu else 64)
+    parts = full.view(-1, _BLOCK).split(entries_at_once(words, _BLOCK) // _BLOCK)
     last = (rest * weights[: len(rest)]).sum()
     return torch.cat([*((part * weights).sum(1) for part in parts), last[None]])
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from curvlinops.support.devices import entries_at_once
+
 #: The number of entries that are converted to float64 at once on the CPU: its cache holds them.
 PART = 2**17
 #: Inner products copy so many numbers at once on the CPU, for which no new pages are needed.
 _COPIED = 2**14
-#: More on other devices, where each call costs time.
-_PART_ON_DEVICE = 2**22
 
 
 def wide(x: Tensor) -> Tensor:
@@ -41,8 +41,7 @@ def double_dots(x: Tensor, y: Tensor) -> Tensor:
     Returns:
         The inner products, ``[...]``.
     """
-    at_once = _COPIED if x.is_cpu else _PART_ON_DEVICE
-    width = max(at_once * x.shape[-1] // max(x.numel(), 1), 1)
+    width = max(entries_at_once(x, _COPIED) * x.shape[-1] // max(x.numel(), 1), 1)
     parts = zip(x.split(width, -1), y.split(width, -1), strict=True)
     return torch.stack([torch.linalg.vecdot(p.double(), q.double()) for p, q in parts]).sum(0)
 
@@ -54,7 +53,7 @@ def double_dot(x: Tensor, y: Tensor) -> Tensor:
 
 def _in_parts(x: Tensor, axes: list[int]) -> Tensor:
     """Return the norms; reduced axes have length one."""
-    at_once = PART if x.is_cpu else _PART_ON_DEVICE
+    at_once = entries_at_once(x, PART)
     if x.dtype == torch.float64 or x.numel() <= at_once or not axes:
         return torch.linalg.vector_norm(x, dim=axes, keepdim=True, dtype=torch.float64)
     longest = max(range(x.ndim), key=lambda axis: x.shape[axis])

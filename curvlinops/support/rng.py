@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from curvlinops.support.arguments import check_count
+from curvlinops.support.devices import generators
 
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
@@ -69,7 +70,7 @@ class GeneratorStates:
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = [(generator, generator.get_state()) for generator in _global_generators()]
+        self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
         """Return whether the generators still have these states."""
@@ -103,13 +104,7 @@ def preserved_rng() -> Iterator[None]:
 def seed_everything(seed: int) -> None:
     """Seed all global random number generators; inside ``preserved_rng`` only."""
     # torch.manual_seed would also seed generators of unused devices, which are not restored
-    for generator in _global_generators():
+    for generator in generators():
         generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
-
-
-def _global_generators() -> list[torch.Generator]:
-    """Return PyTorch's default generators on all devices in use."""
-    accelerators = [module for module in (torch.cuda, torch.xpu) if module.is_initialized()]
-    return [torch.default_generator, *(g for a in accelerators for g in a.default_generators)]

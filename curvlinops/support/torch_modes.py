@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from curvlinops.support.devices import WITH_AUTOCAST
 from curvlinops.support.signals import delayed_signals
 from curvlinops.support.torch_internals import disable_compiler, in_transform
 
@@ -43,10 +44,6 @@ def exclusive() -> Iterator[None]:
                 _Held.is_held = False
 
 
-#: The types of devices that have an autocast of their own.
-_KINDS = ("cpu", "cuda", "mps", "xpu")
-
-
 @contextmanager
 def default_modes() -> Iterator[None]:
     """Leave inference mode, whose tensors autograd refuses, and autocast.
@@ -62,7 +59,7 @@ def default_modes() -> Iterator[None]:
             "jvp, jacrev). A @ X multiplies all columns of X at once, and torch.autograd.grad "
             "differentiates products with respect to the vectors."
         )
-    kinds = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    kinds = [kind for kind in WITH_AUTOCAST if torch.is_autocast_enabled(kind)]
     if not kinds and not torch.is_inference_mode_enabled():
         yield
         return

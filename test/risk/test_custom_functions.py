@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import HessianLinearOperator
-from curvlinops.risk import batch_problem
+from curvlinops.risk import model_facts
 
 SECOND_ORDER = ["hessian", "ggn", "jacobian"]
 FIRST_ORDER = ["fisher", "fisher-samples", "gradients"]
@@ -455,7 +455,7 @@ def test_functions_that_keep_what_decides(kind: str):
 
 def test_functions_that_keep_another_number_each_time(monkeypatch: pytest.MonkeyPatch):
     """Each is another graph, and the number of these that are remembered has a bound."""
-    monkeypatch.setattr(batch_problem, "_MOST_GRAPHS", 3)
+    monkeypatch.setattr(model_facts, "_MOST_GRAPHS", 3)
     calls, known = [], []
     model = net(lambda h: calls.append(len(h)) or Switch.apply(h, len(calls)))
     H, plain = (CASES["hessian"].build(problem(m)) for m in (model, net(torch.sin)))

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -55,30 +55,7 @@ def product(operator) -> Tensor:
     return operator @ vectors(operator)
 
 
-# --- what construction costs
-
-
-class Loader:
-    """Counts the batches that it yields."""
-
-    def __init__(self, num_batches: int):
-        self.num_batches, self.yielded = num_batches, []
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for index in range(self.num_batches):
-            self.yielded.append(index)
-            yield batch(index)
-
-
-@pytest.mark.parametrize("num_batches", [1, 4])
-@pytest.mark.parametrize("case", ALL)
-def test_construction_looks_at_the_first_batch(case: str, num_batches: int):
-    """It is drawn twice and evaluated twice; only operators with rows count these once more."""
-    net, data = Net(), Loader(num_batches)
-    ALL[case].build(Problem(net, nn.CrossEntropyLoss(), list(net.parameters()), data, mc=True))
-    counted = [] if ALL[case].square else list(range(num_batches))
-    assert data.yielded == [0, 0, *counted]
-    assert net.sizes.seen.count(N) == len(data.yielded)
+# --- what is learned
 
 
 @pytest.mark.parametrize("cls", [HessianLinearOperator, KFACLinearOperator])

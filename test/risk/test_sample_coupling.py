@@ -1,7 +1,7 @@
 """Models whose output for a sample depends on other samples are refused, and no others."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -344,3 +344,50 @@ def test_bags_with_offsets(kind: str, sizes: list[int], mode: str):
     else:
         flat = torch.cat([g.flatten() for g in operator.gradient_and_loss()[0]])
         torch.testing.assert_close(flat, rows.mean(0))
+
+
+# --- later operators on a model
+
+
+class Switched(nn.Module):
+    """A net whose samples interact if a flag says so, or a gate that is zero at first."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, function: Callable):
+        super().__init__()
+        self.inner, self.is_coupled = headed(function), False
+        self.gate = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        Switched.seen += [len(x)]
+        if self.is_coupled:
+            return self.inner(x)
+        z = self.inner.head(alone(self.inner, x))
+        return z + self.gate * (z.roll(1, 0) - z.mean(0)).detach()
+
+
+@pytest.mark.filterwarnings("ignore:std.*degrees of freedom:UserWarning")
+@pytest.mark.parametrize("kind", ["H", "J", "rows", "KFAC"])
+@pytest.mark.parametrize("function", INTERACTING)
+def test_samples_are_seen_alone_once_for_a_model(kind: str, function: Callable):
+    """At other parameters, too; but not if it computes something else, or a tensor was zero."""
+    model, Switched.seen = Switched(function), []
+
+    def sizes_of_parts() -> list[int]:
+        Switched.seen.clear()
+        built({**SUMS, **OPERATORS}[kind], model, [10, 6])
+        return [n for n in Switched.seen if n not in (10, 6)]
+
+    assert sizes_of_parts() == [2, 2]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    assert sizes_of_parts() == []
+    for coupled, gate in ((False, 0.5), (True, 0.0)):
+        model.is_coupled = coupled
+        nn.init.constant_(model.gate, gate)
+        with pytest.raises(ValueError, match="depends on the other samples"):
+            sizes_of_parts()
+    model.is_coupled = False
+    assert sizes_of_parts() == []

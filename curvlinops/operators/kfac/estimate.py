@@ -122,7 +122,7 @@ class Padding:
     """
 
     def __init__(self, problem: BatchProblem, samples: SampleGradients, options: Options):
-        self._masks = problem.attention_masks
+        self._masks = _attention_masks(problem)
         self._reached: dict[ParameterUse, Tensor] = {}
         self._weight = samples.weight
         pairs = combinations(self._masks, 2)
@@ -162,6 +162,21 @@ class Padding:
         conflicts = [int((reached & ~mask).sum()) for mask in fitting]
         agreeing = [x for x, n in zip(fitting, conflicts, strict=True) if n == min(conflicts)]
         return torch.stack(agreeing).all(0) | reached
+
+
+def _attention_masks(problem: BatchProblem) -> list[Tensor]:
+    """Return the masks ``[N, T]`` of sequences, ``False`` at padding, if the model tells."""
+    model = problem.model
+    masks_of = getattr(model.module or model.source, "attention_masks", None)
+    masks = [] if masks_of is None else masks_of(problem.batch.X)
+    is_list = isinstance(masks, list | tuple)
+    if not is_list or not all(isinstance(x, Tensor) and x.ndim == 2 for x in masks):
+        raise TypeError(
+            "attention_masks(X) of the model must return a list of masks [N, T], got "
+            f"{'other entries in it' if is_list else f'a {type(masks).__name__}'}. For one "
+            "mask, return [mask]; for none, []."
+        )
+    return [mask.bool() for mask in masks]
 
 
 def _unassigned(groups: dict[LayerUse, list[UseGradient]], options: Options) -> dict[str, str]:

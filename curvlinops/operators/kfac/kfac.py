@@ -317,6 +317,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
             for problem, samples in self._forward_passes(problems, new):
                 add_batch(new, problem, samples)
+            new.check_finite()
         uses = reduce(Uses.union, ranks.gather_objects(new.uses))
         with ranks.raise_on_all_ranks():
             new = new.with_uses(uses)

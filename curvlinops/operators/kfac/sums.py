@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.operators.kfac.blocks import (
     COUNTS,
     INPUT_COUNT,
@@ -23,6 +23,7 @@ from curvlinops.operators.kfac.blocks import (
 )
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
+from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
 
@@ -98,6 +99,16 @@ class FactorSums:
             ):
                 raise ChangedError(name)
         return after
+
+    def check_finite(self) -> None:
+        """Refuse NaN and infinite values, which gradients of a finite loss may have."""
+        key = not_finite(self.tensors) if self.tensors else None
+        if key is not None:
+            names = ", ".join(map(repr, sorted(_names(key))))
+            raise ValueError(
+                f"What the block of {names} is made of has NaN or infinite values, though the "
+                f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
+            )
 
     # --- some of the parameters
 

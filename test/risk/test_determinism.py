@@ -1,0 +1,138 @@
+"""The check at construction: the first batch, its outputs and losses repeat; gradients do, too."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contract import ALL
+from models import Using
+from problems import Problem
+from torch import Tensor, nn
+
+N = 8
+CE = nn.CrossEntropyLoss()
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.rand(N, 3, dtype=torch.float64, generator=generator)
+    return X, torch.randint(2, (N,), generator=generator)
+
+
+def operator(case: str, model: nn.Module, data: Any = None, **options: Any) -> Any:
+    data = [batch()] if data is None else data
+    return ALL[case].build(Problem(model, CE, list(model.parameters()), data, mc=True), **options)
+
+
+# --- what it costs
+
+
+class Counting(nn.Module):
+    """Notes the sizes of the batches on which it is evaluated, and counts backward passes."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = lambda x: x):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        self.function = function
+        self.seen = SimpleNamespace(sizes=(), backward=0)  # lists would be as before
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.sizes = (*self.seen.sizes, len(x))
+        output = self.layers(self.function(x))
+        if output.requires_grad:
+            output.grad_fn.register_prehook(self._count)
+        return output
+
+    def _count(self, _: Any) -> None:
+        self.seen.backward += 1
+
+
+class Loader:
+    """Counts the batches that it yields."""
+
+    def __init__(self, num_batches: int):
+        self.num_batches, self.yielded = num_batches, []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for index in range(self.num_batches):
+            self.yielded.append(index)
+            yield batch(index)
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize("case", ALL)
+def test_construction_evaluates_the_first_batch_twice(case: str, num_batches: int):
+    """There is no backward pass. Rows of later batches are counted, and samples seen alone."""
+    net, data = Counting(), Loader(num_batches)
+    operator(case, net, data)
+    counted = [] if ALL[case].square else list(range(num_batches))
+    assert data.yielded == [0, 0, *counted]
+    assert net.seen.sizes.count(N) == 2 + len(counted[1:])
+    assert net.seen.sizes.count(2) == len(net.seen.sizes) - net.seen.sizes.count(N) <= 2
+    assert net.seen.backward == 0
+
+
+def seeded(x: Tensor) -> Tensor:
+    """Add noise that is the same each time, by the global generator."""
+    torch.manual_seed(0)
+    return x + torch.randn_like(x)
+
+
+def test_gradients_are_compared_where_random_numbers_are_drawn():
+    net = Counting(seeded)
+    operator("hessian", net)
+    assert net.seen.backward == 2
+
+
+# --- random gradients of a loss that repeats
+
+
+class NoisyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g + torch.randn_like(g)
+
+
+def noisy_hook(z: Tensor) -> Tensor:
+    z = z.clone()
+    if z.requires_grad:
+        z.register_hook(lambda g: g * torch.rand_like(g))
+    return z
+
+
+def noisy_estimator(z: Tensor) -> Tensor:
+    noisy = z * torch.rand_like(z)
+    return z.detach() + noisy - noisy.detach()
+
+
+NOISY = {"function": NoisyBackward.apply, "hook": noisy_hook, "straight-through": noisy_estimator}
+
+
+@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("case", [name for name, case in ALL.items() if case.takes_loss])
+def test_random_gradients_are_refused(case: str, name: str):
+    layer = nn.Linear(3, 2).double()
+    model = Using(lambda s, x: NOISY[name](s.layer(x)), layer=layer)
+    with pytest.raises(RuntimeError, match="not deterministic|gives different values"):
+        operator(case, model)
+
+
+# --- infinite gradients of a finite loss
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("case", [name for name, case in ALL.items() if case.takes_loss])
+def test_infinite_gradients_are_refused(case: str, check: bool):
+    """By the first product, or by what is computed first."""
+    scale = torch.zeros(2, dtype=torch.float64)
+    model = Using(lambda s, x: s.layer(x) + s.scale.sqrt(), layer=nn.Linear(3, 2), scale=scale)
+    A = operator(case, model.double(), check_deterministic=check)
+    with pytest.raises(ValueError, match="not finite|NaN or infinite"):
+        A @ torch.ones(A.shape[1], dtype=torch.float64)
