@@ -11,7 +11,6 @@ from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.autodiff.scattering import stand_in
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import evaluate
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import (
     COUPLED,
