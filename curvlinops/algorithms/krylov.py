@@ -152,15 +152,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _improve(
         self, A: "DampedMatrix", X: Tensor, log: "IterationLog", systems: "Systems", budget: int
     ) -> None:
-        """Add approximate solutions of ``(A + damping I) dX = R`` to rows of X, in place.
-
-        Args:
-            A: The damped matrix and the preconditioner.
-            X: The solutions of all systems so far, ``[K, D]``.
-            log: Takes each iteration; the iteration ends if it says so.
-            systems: The systems that have not reached their goal.
-            budget: Largest number of iterations.
-        """
+        """Add approximate solutions of unsolved systems to rows of X ``[K, D]``, in place."""
         raise NotImplementedError
 
     @overload

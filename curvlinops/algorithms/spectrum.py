@@ -195,12 +195,7 @@ class LanczosApproximateSpectrumCached:
         return estimates[0] if low is None else low, estimates[1] if high is None else high
 
     def _estimate_ends(self, rules: Quadrature, wanted: list[int]) -> tuple[float, float]:
-        """Return estimates of both ends of the spectrum, moved outwards by their residuals.
-
-        Args:
-            rules: Quadrature rules, whose extreme nodes are the estimates if accurate enough.
-            wanted: The ends that must be accurate: 0, 1, or both.
-        """
+        """Estimate both ends of the spectrum, of which the wanted ones (0, 1) must be accurate."""
         low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
         ends = torch.stack([rules.nodes[low, 0], rules.nodes[high, -1]]).cpu()
         errors = torch.stack([rules.residuals[low, 0], rules.residuals[high, -1]]).cpu()
@@ -336,18 +331,7 @@ def lanczos_approximate_log_spectrum(
 
 
 def _smooth(points: Tensor, sigma: float, nodes: Tensor, weights: Tensor) -> Tensor:
-    """Integrate Gaussians over the cells of a grid.
-
-    Args:
-        points: The centers of the cells, evenly spaced and ascending, ``[P]``.
-        sigma: The standard deviation of the Gaussians.
-        nodes: The means of the Gaussians, between the first and the last point, ``[M]``.
-        weights: The weights of the Gaussians, ``[M]``.
-
-    Returns:
-        The integrals ``[P]`` of Gaussians that are truncated at the ends of the grid and
-        normalized; they add up to the sum of the weights.
-    """
+    """Integrate Gaussians, truncated and normalized, over the cells around ascending points."""
     edges = torch.cat([points[:1], (points[1:] + points[:-1]) / 2, points[-1:]])
     x = (edges - nodes.unsqueeze(1)) / sigma
     left, right = x[:, :-1], x[:, 1:]

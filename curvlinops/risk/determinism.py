@@ -120,13 +120,7 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerE
 
 
 def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -> str | None:
-    """Return an error if the user's own call gives another loss, by the fast path of attention.
-
-    Args:
-        problem: The problem.
-        output: The output.
-        result: The loss; the output if there is none.
-    """
+    """Return an error if the user's own call has another result, by attention's fast path."""
     model = problem.model
     modules = modules_of(model.roots)
     if not torch.backends.mha.get_fastpath_enabled() or model.shards is not None:

@@ -138,12 +138,6 @@ def _couples(problem: BatchProblem, output: Tensor, taken: range, compared: rang
     more than the tolerance. Then the samples have the same outputs in a batch of as many samples,
     which are copies of them. The same decides about batches of two or three, of which models that
     normalize over the batch refuse a single sample.
-
-    Args:
-        problem: The model on the batch.
-        output: The rows of all samples.
-        taken: The samples that are evaluated alone.
-        compared: The first ones of them, which are compared.
     """
     num_samples = problem.samples_of(output)
     size = len(output) // num_samples
