@@ -53,13 +53,6 @@ def compare_adjoint(
     ``<w, J v>`` is compared with ``<J^T w, v>`` for random w. The random v is scaled such that each
     input counts equally. The rounding error of ``J^T w`` is measured: it is linear in w.
 
-    Args:
-        jvp: Returns ``J v``.
-        vjp: Returns ``J^T w``, of the inputs where it is not zero.
-        inputs: Tensors like v, by name.
-        output: A tensor like w.
-        dtypes: The dtypes in which both compute.
-
     Returns:
         Whether they agree, and the sizes of ``J^T w``, by which this was compared.
     """
@@ -131,18 +124,10 @@ def check_derivative(
 ) -> bool:
     """Compare products with the derivative of a gradient with central differences.
 
-    Args:
-        gradient: The gradient.
-        dtypes: The dtypes in which it is computed. Of others than 32 and 64 bits, differences are
-            not accurate: then a warning says so.
-        what: Names the derivative in messages.
-        remedy: What helps if it is wrong.
+    If it is computed with less than 32 bits, these are not accurate, and a warning says so.
 
     Returns:
         Whether no gradient is zero here alone, which hides what is wrong.
-
-    Raises:
-        RuntimeError: If a part of a product differs by more than the errors of both.
     """
     if others := {*dtypes} - _DIFFERENCES.keys():
         warn(f"{what} cannot be compared with differences in {others.pop()}. {remedy}")
@@ -193,12 +178,7 @@ class _Found(NamedTuple):
 
 
 class _Differences:
-    """Central differences of a gradient.
-
-    Args:
-        gradient: The gradient.
-        dtypes: The dtypes in which it is computed.
-    """
+    """Central differences of a gradient."""
 
     def __init__(self, gradient: Gradient, dtypes: set[torch.dtype]):
         self._gradient = gradient

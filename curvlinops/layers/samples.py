@@ -34,13 +34,6 @@ NUM_PLANS = 64
 class SampleGradients:
     """Gradients of the samples of a batch.
 
-    Args:
-        problem: The model on the batch.
-        batch: The recorded batch, ``None`` if no parameter has a rule.
-        rules: Keeps the checks and patterns of earlier batches.
-        fallback: Computes gradients without rules.
-        states: The states of random number generators before the forward pass.
-
     Attributes:
         output: The model's output. It fits its target, and its loss is finite.
         weight: The batch's weight: the number, or total weight, of its loss terms.
@@ -229,11 +222,7 @@ class SampleBackward:
         self,
         problem: BatchProblem,
     ) -> SampleGradients:
-        """Run the model on a batch, and return the gradients of its samples, not yet computed.
-
-        Args:
-            problem: The model on a batch.
-        """
+        """Run the model on a batch, and return the gradients of its samples, not yet computed."""
         self._facts = problem.rules(LayerFacts)
         states = GeneratorStates()
         batch = self._record(problem, states)

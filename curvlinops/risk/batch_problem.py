@@ -54,10 +54,7 @@ class Recording(NamedTuple):
 class BatchProblem:
     """Model and loss on a batch, which the functions in ``derivatives.py`` differentiate.
 
-    Args:
-        risk: The ``EmpiricalRisk``.
-        batch: The batch.
-        space: The parameters of which layers' gradients are wanted. Default: all.
+    Gradients of layers may be wanted for the parameters of a ``space`` only.
     """
 
     def __init__(self, risk: Any, batch: Batch, space: ParameterSpace | None = None):
@@ -256,12 +253,7 @@ class BatchProblem:
     def recording(self, differentiation: str, is_summed: bool = True) -> Iterator[Recording]:
         """Evaluate the model; the context of its evaluation is active inside.
 
-        Args:
-            differentiation: See ``Evaluation``.
-            is_summed: Whether gradients of sharded parameters are added to sums of all processes.
-
-        Raises:
-            ValueError: If the graph cannot be differentiated with respect to the parameters.
+        Gradients of sharded parameters are added to sums of all processes if it ``is_summed``.
         """
         leaves = self.leaves()
         for name in self.model.sharded:
@@ -283,16 +275,7 @@ class BatchProblem:
     def learn_from(
         self, output: Tensor, leaves: dict[str, Tensor], must_depend: bool = True
     ) -> None:
-        """Learn from the model's first output; inside of its evaluation.
-
-        Args:
-            output: The output, with its graph.
-            leaves: The tensors that replaced the parameters.
-            must_depend: See ``check_graph``.
-
-        Raises:
-            ValueError: If the graph cannot be differentiated, or the loss does not add up.
-        """
+        """Learn from the model's first output; inside of its evaluation."""
         with self._watch as watch:
             watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
@@ -336,9 +319,6 @@ class BatchProblem:
         """Check that output and target fit, and perhaps that the loss adds up (costly).
 
         That need not be so where one batch is all data, until there is a second one.
-
-        Raises:
-            ValueError: If output and target do not fit. The error names the batch.
         """
         if self.loss is None:
             return
@@ -354,11 +334,7 @@ class BatchProblem:
             raise ValueError(f"Batch {self.batch.index}: {error}") from error
 
     def weight(self, output: Tensor) -> Tensor:
-        """Return the batch's weight: its share of the normalization, 1/c.
-
-        Raises:
-            ValueError: If output and target do not fit, or not to those of other batches.
-        """
+        """Return the batch's weight: its share of the normalization, 1/c."""
         loss, risk = self.loss, self._risk
         if loss is None:
             return output.new_zeros(())
@@ -389,11 +365,7 @@ class BatchProblem:
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight
 
     def check(self, output: Tensor) -> Tensor:
-        """Refuse an output that does not fit its target, or a loss that is not finite.
-
-        Returns:
-            The batch's weight.
-        """
+        """Return the batch's weight; refuse an unfit output, or a loss that is not finite."""
         weight = self.weight(output)
         if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
             self.check_numbers(output)

@@ -27,16 +27,7 @@ Tensors = Mapping[str, Tensor]
 def check_jacobian(
     problem: BatchProblem, recording: Recording, jvp: Callable[[Columns], Tensor]
 ) -> None:
-    """Compare products with the Jacobian of the output with ordinary backward passes.
-
-    Args:
-        problem: The model on a batch.
-        recording: Its forward pass.
-        jvp: Multiplies columns with the Jacobian.
-
-    Raises:
-        NoDerivativeError: If they differ.
-    """
+    """Compare products with the Jacobian of the output with ordinary backward passes."""
     _, leaves, output = recording
     if problem.shards is not None:
         warn(
@@ -68,15 +59,7 @@ def check_jacobian(
 
 
 def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Tensor]) -> None:
-    """Compare products with the Hessian with central differences of the gradient.
-
-    Args:
-        problem: Model and loss on a batch.
-        apply: Multiplies columns with the batch's Hessian.
-
-    Raises:
-        RuntimeError: If they differ by more than rounding.
-    """
+    """Compare products with the Hessian with central differences of the gradient."""
     remedy = (
         "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
         f"{', '.join(problem.uncompared)}), may not be differentiable. Make it differentiable, or "

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.autodiff.scattering import stand_in
-from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import (
@@ -44,20 +43,11 @@ def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> Tensor:
     finite are left to the first product.
 
     Unless one batch is all data, samples must not interact: the first and the last ones must have
-    the same outputs without the rest of their batch. For quantities of single samples, they never
-    may.
-
-    Args:
-        risk: Model, loss and data.
-        may_couple: Whether samples may interact in any case, as the user was told.
+    the same outputs without the rest of their batch. If they ``may_couple``, the user was told. For
+    quantities of single samples, they never may.
 
     Returns:
         A tensor like the output, without memory.
-
-    Raises:
-        ValueError: If the loss is not finite, if samples interact, or if the user's own call of the
-            model computes something else.
-        RuntimeError: If data, outputs, loss or gradient differ.
     """
     # parts of the batch last: models may keep what they compute in X
     first, second = _observe(risk, 0), _observe(risk, 1, may_couple)
@@ -120,7 +110,7 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerE
 
 
 def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -> str | None:
-    """Return an error if the user's own call has another result, by attention's fast path."""
+    """Return an error if the user's own call gives another loss, by the fast path of attention."""
     model = problem.model
     modules = modules_of(model.roots)
     if not torch.backends.mha.get_fastpath_enabled() or model.shards is not None:
@@ -158,24 +148,25 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
     that repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
     backward pass runs the user's code.
     """
-    states = GeneratorStates()
+    states, sketches = GeneratorStates(), dict[str, Tensor]()
     with problem.recording("once", is_summed=False) as (_, leaves, output):
-        graph = hash(tuple(node.name() for node in graph_nodes(output)))
         if problem.loss is None:
+            result = output
             problem.check_numbers(output)
-            return output.detach(), [output.detach()], graph
-        with problem.formulas():
-            loss, _ = problem.loss_sum(output)
-        problem.check_finite(loss.detach())
-        sketches: Columns = {}
+        else:
+            with problem.formulas():
+                result, _ = problem.loss_sum(output)
+            problem.check_finite(result.detach())
+        nodes = list(graph_nodes(result))
         is_proved = states.are_current() and not problem.facts.hooks
-        if not is_proved or custom_functions(graph_nodes(loss)):
-            sketches = _sketches(loss, leaves)
-            problem.check_finite(loss.detach(), sketches)
-        return output.detach(), [loss.detach(), *sketches.values()], graph
+        if problem.loss is not None and (not is_proved or custom_functions(nodes)):
+            sketches = _sketches(result, leaves)
+            problem.check_finite(result.detach(), sketches)
+    operations = hash(tuple(node.name() for node in nodes))
+    return output.detach(), [result.detach(), *sketches.values()], operations
 
 
-def _sketches(loss: Tensor, leaves: dict[str, Tensor]) -> Columns:
+def _sketches(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return two numbers ``[2]`` of each tensor's gradient; one gradient is in memory at a time."""
     sketches = {}
 

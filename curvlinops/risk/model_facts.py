@@ -33,11 +33,7 @@ _NO_GRAPH = ("does not require grad", "not have been used in the graph")
 
 
 class Rules:
-    """Objects that learn the rules of a model's layers; operators on the model may share them.
-
-    Args:
-        shared: Those of all operators, by what makes them.
-    """
+    """Objects that learn the rules of a model's layers; operators on the model may share them."""
 
     def __init__(self, shared: dict[Hashable, Any]):
         self._shared, self._own = shared, dict[Hashable, Any]()
@@ -146,9 +142,6 @@ class UserFunctions:
 class Watch(TorchFunctionMode):
     """Watches the calls of the model and of the loss; for the attributes see ``ModelFacts``.
 
-    Args:
-        replaced: The names of tensors that were replaced, by id.
-
     Attributes:
         is_in_loss: Whether the loss is evaluated.
 
@@ -198,11 +191,7 @@ class Watch(TorchFunctionMode):
 
 
 def _without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
-    """Return a user's loss of an output that has no history.
-
-    Returns:
-        ``None`` if the loss differentiates the output, which fails then; or fails anyway.
-    """
+    """Return a user's loss of an output without history, ``None`` if it differentiates that."""
     try:
         # with a graph, as usual, but not with the model's
         return loss.sum(output.detach().requires_grad_().clone(), target)
@@ -245,11 +234,8 @@ _MOST_KEYS = 16
 def rules_of(source: Any, key: Hashable) -> Rules:
     """Return the rules of a model's layers.
 
-    So a new operator for each step or batch does not have to find them again.
-
-    Args:
-        source: The user's model.
-        key: All that the rules depend on. Rules must not refer to the model.
+    So a new operator for each step or batch does not have to find them again. All that they depend
+    on is in the key. They must not refer to the model.
     """
     try:
         entries = _RULES.setdefault(source, {})
