@@ -163,12 +163,11 @@ class RowsLinearOperator(DataLinearOperator):
             linear, num_rows = self._linearize_adjoint(problem)
             return (linear, num_rows), linear.tensors
 
-        with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
+        sums = self.risk.summing({}, space.join_rows(out), space)  # of the rows of all processes
+        with sums, self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
             for apply, length in slices.of(batches):
                 apply(U[:, slices.next(length)], out)
-        if self.risk.space.is_sharded:  # the rows of all processes
-            self.risk.add(space.join_rows(out), space)
         self._check_finite(out)
         return out
 
