@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -32,7 +32,12 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
-from curvlinops.support.processes import largest_group, raised_in_all
+from curvlinops.support.processes import (
+    gather_objects,
+    largest_group,
+    raised_in_all,
+    sending_errors,
+)
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
@@ -263,6 +268,28 @@ class TorchLinearOperator(LinearOperator):
         operands = (operand._group for operand in self._operands())
         return largest_group([self.domain.group, *operands])
 
+    @property
+    def _begins_with_gather(self) -> bool:
+        """Whether a product of several processes begins with a gather of objects.
+
+        An error in one of them, before its product, is then raised in all.
+        """
+        is_sharded = self.domain.is_sharded or self.codomain.is_sharded
+        together = [x for x in self._operands() if x._group is not None]
+        is_one_group = len({x._group for x in together}) <= 1
+        return not is_sharded and is_one_group and all(x._begins_with_gather for x in together)
+
+    @contextmanager
+    def _reading_together(self) -> Iterator[None]:
+        """Raise an error before a product in all processes that multiply together."""
+        group = self._group
+        if group is not None and self._begins_with_gather:
+            with sending_errors(partial(gather_objects, group=group)):
+                yield
+        else:
+            with raised_in_all(group):
+                yield
+
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
     @in_default_modes
@@ -275,13 +302,13 @@ class TorchLinearOperator(LinearOperator):
         self, x: Any, space: ParameterSpace, whole: bool = False
     ) -> tuple[Columns, FromColumns]:
         """Read vectors; an error in one process is raised in all that multiply together."""
-        with raised_in_all(self._group):
+        with self._reading_together():
             return to_columns(x, space, whole)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor) -> Tensor:
         """Multiply vectors ``[K, dim]``, of which this process may have parts."""
-        with raised_in_all(self._group):
+        with self._reading_together():
             rows = rows.to(self.device, self.torch_dtype)
             columns = columns_of(rows, self.domain, self._takes_whole)
         return self.codomain.join_rows(self._multiply_columns(columns))

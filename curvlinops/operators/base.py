@@ -1,5 +1,6 @@
 """The base class of all operators over a data set."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
@@ -20,7 +21,7 @@ from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
-from curvlinops.risk.distributed import Ranks, peers_of
+from curvlinops.risk.distributed import COMPARES_ALWAYS, Ranks, Task, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
@@ -163,6 +164,10 @@ class DataLinearOperator(TorchLinearOperator):
     # --- products
 
     @property
+    def _begins_with_gather(self) -> bool:
+        return self.risk.model.shards is None
+
+    @property
     def _group(self) -> Any:
         shards = self.risk.model.shards
         # where parameters may be gathered, processes need not be in step
@@ -174,23 +179,23 @@ class DataLinearOperator(TorchLinearOperator):
             ([n for n in b if n in columns], [n for n in b if n in wanted]) for b in self._blocks
         )
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
-        weight, ranks = 0.0, self.risk.ranks
-        with self._together("matmat", columns, wanted=list(wanted)) as columns:
+        with self.risk.ranks.sending():
             flat = codomain.empty(num_columns).zero_()
             out = codomain.split_rows(flat)
+        with self._together("matmat", columns, wanted=list(wanted)) as task:
+            columns = task.columns
             if num_columns == 0 or not both:
                 return out
             with (
-                self.risk.sharing(columns, out),
+                self.risk.summing(columns, flat, codomain),
                 self._built(partial(self._prepare, num_products=num_columns * len(both))) as built,
             ):
                 for linear in built:
                     for inputs, outputs in both:
                         V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
                         share = linear.apply(V, products)
-                    weight = weight + share
-        flat = self.risk.add(flat, codomain)
-        flat *= self.risk.scale(ranks.total(weight))
+                    task.totals["weight"] += share
+        flat *= self.risk.scale(task.totals["weight"])
         self._check_finite(out, flat)
         return out
 
@@ -284,14 +289,15 @@ class DataLinearOperator(TorchLinearOperator):
     @contextmanager
     def _together(
         self, task: str, columns: Columns | None = None, **details: Any
-    ) -> Iterator[Columns | None]:
+    ) -> Iterator[Task]:
         """Let all ranks pass over their data, see ``Ranks.synchronized``."""
         if self.risk.ranks.size == 1:
-            yield columns
+            yield Task(columns)
             return
         shared = linearization_of(self)
         details |= self._compared_options() | {"is_linearized": shared is not None}
-        with_values = shared is None or not shared.is_synchronized
+        is_known = shared is not None and shared.is_synchronized
+        with_values = not is_known or COMPARES_ALWAYS in os.environ
         ranks, common, parts, replicas = self.risk.ranks, columns, {}, None
         if columns and self.risk.space.is_sharded:
             shards = self.risk.model.shards
@@ -299,12 +305,14 @@ class DataLinearOperator(TorchLinearOperator):
             details["number of vectors"] = len(next(iter(columns.values())))
             common = {n: x for n, x in columns.items() if n not in shards.params}
             parts = {n: x for n, x in columns.items() if n in shards.params}
-        with ranks.synchronized(self.risk, task, common, with_values, **details) as common:
+        with ranks.synchronized(self.risk, task, common, with_values, **details) as current:
             if shared is not None:
                 shared.is_synchronized = True
             if parts and replicas is not None:
-                parts = ranks.agreed(parts, replicas)
-            yield columns and parts | common
+                parts = ranks.first_of(parts, replicas)
+            if parts:
+                current.columns = parts | current.columns
+            yield current
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -340,7 +348,7 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.loss is None:
             raise ValueError(f"{type(self).__name__} has no loss.")
         with exclusive():
-            with raised_in_all(self.risk.ranks.group):
+            with self.risk.ranks.sending():
                 self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
             columns, loss = self.risk.gradient_and_loss()
         gradient = self.risk.space.wholes({name: x[0] for name, x in columns.items()})

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -93,10 +94,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def trace(self) -> Tensor:
         """Return the sum of the diagonal, a scalar, without forming the diagonal."""
-        trace = torch.zeros((), dtype=self.torch_dtype, device=self.device)
-        weight: Tensor | float = 0.0
-
-        ranks = self.risk.ranks
+        trace = weight = 0.0
         with self._together("trace"), self._batches("trace") as batches:
             for problem in batches:
                 gradients = self._capture(problem)
@@ -104,8 +102,10 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
                 for u, last in mark_last(self._vectors(problem, gradients)):
                     for _, by_name in gradients.backward(u, last):
                         trace = trace + sum(x.squared_norms().sum() for x in by_name.values())
-        scale = self.risk.scale(ranks.total(weight))
-        trace = ranks.total(trace).to(self.torch_dtype) * scale
+        sums = self.risk.ranks.gather_objects((float(trace), float(weight)))
+        trace, weight = (fsum(numbers) for numbers in zip(*sums, strict=True))
+        trace = torch.tensor(trace, dtype=self.torch_dtype, device=self.device)
+        trace *= self.risk.scale(weight)
         self._check_finite({"": trace.reshape(1, 1)})
         return trace
 

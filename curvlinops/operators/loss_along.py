@@ -125,17 +125,17 @@ def _losses(A: DataLinearOperator, directions: Columns, points: Tensor) -> Tenso
         points: The coefficients of each combination, ``[P, K]``.
     """
     sums = torch.zeros(len(points), dtype=torch.float64, device="cpu")
-    weight, ranks, coefficients = 0.0, A.risk.ranks, points.tolist()
+    coefficients = points.tolist()
     with (
-        A._together("loss_along", directions, points=coefficients) as shared,
+        A._together("loss_along", directions, points=coefficients) as task,
         A._batches("loss_along") as batches,
     ):
         for problem in batches:
             for i, point in enumerate(coefficients):
-                value, share = _loss_sum(problem, shared, point)
+                value, share = _loss_sum(problem, task.columns, point)
                 sums[i] += float(value)
-            weight = weight + share
-    return sum(ranks.gather_objects(sums)) * A.risk.scale(ranks.total(weight))
+            task.totals["weight"] += share
+    return sum(A.risk.ranks.gather_objects(sums)) * A.risk.scale(task.totals["weight"])
 
 
 def _loss_sum(

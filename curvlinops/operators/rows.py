@@ -162,12 +162,11 @@ class RowsLinearOperator(DataLinearOperator):
         def build(problem: BatchProblem, is_kept: bool) -> Linear:
             return self._linearize_transpose(problem)
 
-        with self.risk.sharing({}, out), self._built(build, "rmatmat") as batches:
+        sums = self.risk.summing({}, space.join_rows(out), space)  # of the rows of all processes
+        with sums, self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
             for linear in slices.of(batches):
                 linear.apply({"": U[:, slices.next(linear.num_rows)]}, out)
-        if self.risk.space.is_sharded:  # the rows of all processes
-            self.risk.add(space.join_rows(out), space)
         self._check_finite(out)
         return out
 

@@ -5,8 +5,11 @@ each rank is free in how it computes: what it keeps, what it computes again.
 A rank with an error still takes part in the next communication, so that no other rank hangs.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from math import fsum
 from typing import Any
 
@@ -14,9 +17,28 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.linear_operator.space import Columns, flat
-from curvlinops.support.digest import checksum
+from curvlinops.support.digest import checksum, digest
 from curvlinops.support.processes import gather_objects, listed, sending_errors
 from curvlinops.support.torch_internals import distributed_tensors
+
+#: If this environment variable is set, products compare parameters in ``linearized()``, too.
+COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"
+
+
+@dataclass
+class Task:
+    """A pass of all ranks over their data.
+
+    Attributes:
+        columns: The first rank's vectors.
+        term_size: The length of the outputs' last axis, if all ranks must agree on it.
+        totals: Numbers by name: those of this rank inside of the context, then their sums over
+            ranks.
+    """
+
+    columns: Columns | None = None
+    term_size: int | None = None
+    totals: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Ranks:
@@ -71,8 +93,10 @@ class Ranks:
         columns: Columns | None = None,
         with_values: bool = True,
         **details: Any,
-    ) -> Iterator[Columns | None]:
+    ) -> Iterator[Task]:
         """Check that all ranks compute the same thing, then pass over the data of each rank.
+
+        Before the pass, ranks gather checksums of all that is compared, after it numbers to add up.
 
         Args:
             risk: The ``EmpiricalRisk``. Its parameters must be the same on all ranks.
@@ -82,28 +106,37 @@ class Ranks:
             **details: Further values whose ``repr`` must be the same on all ranks.
 
         Yields:
-            The first rank's columns.
+            The task, with the first rank's columns.
 
         Raises:
             ValueError: If the ranks do different things, or parameters or vectors differ.
             RuntimeError: If there is an error on another rank.
         """
+        current = Task(columns)
         if self.size == 1:
-            yield columns
+            yield current
             return
         with sending_errors(self.gather_objects):
+            description = _description(risk, task, columns) | details
             checksums = checksums_of(risk) if with_values else {}
-            self._compare(_description(risk, task, columns) | details, checksums)
-            shared = self.agreed(columns) if columns else columns
-            with self.raise_on_all_ranks(risk):
-                yield shared
+            vectors = _joined(columns) if columns else None
+            if not self._compare(description, checksums, vectors):
+                current.columns = self.first_of(columns, self.group)
+            with self.raise_on_all_ranks(current):
+                yield current
+                current.term_size = risk.term_size
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Return a context whose errors are sent to the other ranks, which gather objects next."""
+        return nullcontext() if self.size == 1 else sending_errors(self.gather_objects)
 
     @contextmanager
-    def raise_on_all_ranks(self, risk: Any = None) -> Iterator[None]:
+    def raise_on_all_ranks(self, task: Task | None = None) -> Iterator[None]:
         """Raise an error on all ranks if there is one on any.
 
         Args:
-            risk: If given, the sizes of its terms must agree.
+            task: If given, the numbers of all ranks are added up, and the sizes of terms must
+                agree.
 
         Raises:
             ValueError: If they do not.
@@ -117,16 +150,38 @@ class Ranks:
             sending_errors(self.gather_objects),
         ):
             yield
-            sizes = self.gather_objects(getattr(risk, "term_size", None))
+            if task is None:
+                self.gather_objects(None)
+                return
+            own = {name: float(number) for name, number in task.totals.items()}
+            sizes, numbers = zip(*self.gather_objects((task.term_size, own)), strict=True)
+        for name, number in task.totals.items():
+            total = fsum(each.get(name, 0.0) for each in numbers)
+            task.totals[name] = (
+                torch.tensor(total, dtype=torch.float64, device=number.device)
+                if isinstance(number, Tensor)
+                else total
+            )
         if len({*sizes} - {None}) > 1:
             raise ValueError(
                 "Outputs have last axes of different lengths, so that their mean is not defined. "
                 f"Use reduction='sum', or data that agree. {listed(sizes, self.group)}"
             )
 
-    def _compare(self, description: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
-        """Refuse to begin unless all ranks do the same, with the same tensors."""
+    def _compare(
+        self, description: Mapping[str, Any], checksums: Mapping[str, int], vectors: Tensor | None
+    ) -> bool:
+        """Refuse to begin unless all ranks do the same, with the same parameters.
+
+        Returns:
+            Whether their vectors are the same, bit by bit.
+        """
         texts = {key: repr(value) for key, value in description.items()}
+        compared = blake2b(repr((texts, checksums)).encode(), digest_size=16).digest()
+        number = None if vectors is None else digest(vectors)
+        all_compared, numbers = zip(*self.gather_objects((compared, number)), strict=True)
+        if len({*all_compared}) == 1:
+            return all(number == numbers[0] for number in numbers)
         all_texts, all_checksums = zip(*self.gather_objects((texts, checksums)), strict=True)
         for key in _different(all_texts):
             raise ValueError(
@@ -138,6 +193,7 @@ class Ranks:
                 f"Ranks have different values of {', '.join(names)}. Give all the same, e.g. with "
                 "torch.distributed.broadcast, or as DistributedDataParallel does."
             )
+        raise AssertionError("Ranks differ in nothing. Report this as a bug.")
 
     # --- collectives
 
@@ -156,15 +212,6 @@ class Ranks:
             return [value]
         self._settle()
         return gather_objects(value, self.group)
-
-    def total(self, number: Tensor | float) -> Tensor | float:
-        """Return the sum of a number on each rank, summed in float64."""
-        if self.size == 1:
-            return number
-        total = fsum(self.gather_objects(float(number)))
-        if isinstance(number, Tensor):
-            return torch.tensor(total, dtype=torch.float64, device=number.device)
-        return total
 
     def largest(self, number: int) -> int:
         """Return the largest of a number on each rank."""
@@ -247,21 +294,25 @@ class Ranks:
             distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def agreed(self, columns: Columns, group: Any = None) -> Columns:
+    def agreed(self, columns: Columns) -> Columns:
         """Return the first rank's columns.
-
-        Args:
-            columns: The columns of this rank.
-            group: Some of the ranks: the first one of these counts. Default: all ranks.
 
         Raises:
             ValueError: If this rank's do not agree with them to rounding.
             RuntimeError: If another rank's do not.
         """
-        own = torch.cat([flat(column) for column in columns.values()], 1)
-        first = own.clone()
+        numbers = self.gather_objects(digest(_joined(columns)))
+        are_same = all(number == numbers[0] for number in numbers)
+        return columns if are_same else self.first_of(columns, self.group)
+
+    def first_of(self, columns: Columns, group: Any) -> Columns:
+        """Return the columns of the first one of a group of some ranks, see ``agreed``.
+
+        All ranks call it, each with its group.
+        """
+        first = (own := _joined(columns)).clone()
         self._settle()
-        distributed.broadcast(first, group=group or self.group, group_src=0)
+        distributed.broadcast(first, group=group, group_src=0)
         difference, size = (
             torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
         )
@@ -285,6 +336,10 @@ def peers_of(ranks: Ranks) -> Ranks:
 
 
 # --- what must be the same on all ranks
+
+
+def _joined(columns: Columns) -> Tensor:
+    return torch.cat([flat(column) for column in columns.values()], 1)
 
 
 def _different(reports: Iterable[Mapping[str, Any]]) -> list[str]:

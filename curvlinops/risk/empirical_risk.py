@@ -135,22 +135,33 @@ class EmpiricalRisk:
         shards = self.model.shards
         return flag if shards is None or shards.is_open else self.space.any(flag)
 
-    def add(self, rows: Tensor, space: ParameterSpace) -> Tensor:
-        """Add up the vectors of all processes, in place.
+    @contextmanager
+    def summing(self, vectors: Columns, rows: Tensor, space: ParameterSpace) -> Iterator[None]:
+        """Pass over the data, then add up the vectors of all processes, in place.
+
+        If processes are in step, they wait for each other in the sum, even if there was an error
+        in one. What is raised in all after that includes signals that came while they waited.
 
         Args:
-            rows: This process's vectors, or its parts of vectors, ``[K, dim]``.
-            space: Their space. Sums for sharded parameters are complete but for replicas.
+            vectors: The vectors that are multiplied.
+            rows: This process's sums, or its parts of them, ``[K, dim]``.
+            space: Their space.
         """
         if not self.space.is_sharded:
-            return self.ranks.add(rows)
+            try:
+                yield
+            finally:
+                self.ranks.add(rows)
+            return
+        with self.sharing(vectors, space.split_rows(rows)):
+            yield
+        # sums for sharded parameters are complete but for replicas
         layouts = getattr(space, "layouts", {})
         replicas = Ranks(self.model.shards.replicas)
         for name in space.names:
             part = rows[:, space.slice(name)]
             ranks = replicas if name in layouts else self.peers
             part.copy_(ranks.add(part.contiguous()))
-        return rows
 
     # --- passes over the data
 
@@ -215,21 +226,22 @@ class EmpiricalRisk:
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
-        total, loss, weight = self.space.zeros(1), 0.0, 0.0
-        task = "gradient_and_loss"
+        name, ranks = "gradient_and_loss", self.peers if self.space.is_sharded else self.ranks
+        with ranks.sending():
+            total = self.space.zeros(1)
         with (
-            self.ranks.synchronized(self, task),
-            self.sharing({}, total),
-            self.batches(task) as batches,
+            ranks.synchronized(self, name) as task,
+            self.summing({}, self.space.join_rows(total), self.space),
+            self.batches(name) as batches,
         ):
             for problem in batches:
                 value, columns, share = gradient(problem, problem.loss_sum)
                 problem.check_finite(value, columns)
-                loss, weight = loss + value, weight + share
+                task.totals["loss"] += value
+                task.totals["weight"] += share
                 add(total, slice(None), columns)
-        self.add(self.space.join_rows(total), self.space)
-        ranks = self.peers if self.space.is_sharded else self.ranks
-        loss, scale = ranks.total(loss).to(loss.dtype), self.scale(ranks.total(weight))
+        loss = task.totals["loss"].to(value.dtype)
+        scale = self.scale(task.totals["weight"])
         for column in total.values():
             column *= scale
         if self.space.is_sharded:

@@ -1,13 +1,19 @@
 """Objects and errors of several processes that compute together."""
 
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import distributed
 
 from curvlinops.support.signals import delayed_signals, deliver_signals
+from curvlinops.support.torch_internals import all_gather
+
+#: The bytes of a message. Longer objects take further messages.
+_MESSAGE = 512
 
 
 class Failure(NamedTuple):
@@ -23,6 +29,8 @@ class Failure(NamedTuple):
 def gather_objects(value: Any, group: Any) -> list[Any]:
     """Return the objects of all processes of a group, in the order of ranks.
 
+    This takes one collective if all objects are short.
+
     Raises:
         RuntimeError: If another process sent a ``Failure``.
         KeyboardInterrupt: If there was Ctrl-C; the others have an error.
@@ -30,14 +38,30 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
     if not isinstance(value, Failure):
         with sending_errors(partial(gather_objects, group=group)):
             deliver_signals()
-    values = [None] * group.size()
-    distributed.all_gather_object(values, value, group=group)
+    values = _exchanged(value, group)
     if not isinstance(value, Failure):
         failures = [x.message if isinstance(x, Failure) else None for x in values]
         if any(failures):
             error = RuntimeError(f"There was an error on another rank. {listed(failures, group)}")
             _mark_sent(error)
             raise error
+    return values
+
+
+def _exchanged(value: Any, group: Any) -> list[Any]:
+    """Return the objects of all processes of a group."""
+    packed, size = pickle.dumps(value), group.size()
+    short = packed if len(packed) <= _MESSAGE else b""  # a pickle does not begin with a zero
+    backends = distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
+    own = torch.frombuffer(bytearray(short.ljust(_MESSAGE, b"\0")), dtype=torch.uint8)
+    every = torch.empty(size * _MESSAGE, dtype=torch.uint8, device=device)
+    all_gather(every, own.to(device), group)
+    messages = [x.numpy().tobytes() for x in every.cpu().view(size, -1)]
+    if all(message[0] for message in messages):
+        return [pickle.loads(message) for message in messages]
+    values = [None] * size
+    distributed.all_gather_object(values, value, group=group)
     return values
 
 

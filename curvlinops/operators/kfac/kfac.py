@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
+from math import fsum
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -386,7 +387,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 for layer in captured_layers(problem, samples, self._options):
                     visit(layer)
                 weight = weight + samples.weight
-        return float(self.risk.scale(self.risk.ranks.total(weight)))
+        return self.risk.scale(fsum(self.risk.ranks.gather_objects(float(weight))))
 
     # --- what was computed
 
