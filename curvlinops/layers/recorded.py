@@ -350,6 +350,7 @@ class RecordedBatch:
         comparison = Comparison(self.precision, eps)
         for name in names:
             truth = self._autograd_total(name, u, one)
+            self._problem.check_finite(u.new_zeros(()), {name: truth})
             if shards is not None:
                 shards.forget()
             sums = partial(self._sum, name, one.outputs)

@@ -1338,9 +1338,10 @@ def uses_that_are_refused() -> None:
             return super().forward(x) + (self.head.bias * 0).sum().sqrt()
 
     for options in ({}, {"process_group": group()}):
+        own = sharded(small(Root))
+        A = ALL["kfac" if options else "gradients"].build(own, **options)
         with fails(ValueError, "gradient on batch 0 is not finite in parameter 'head.bias'"):
-            own = sharded(small(Root))
-            ALL["kfac" if options else "gradients"].build(own, **options)
+            A.trace() if options else A.norms()
 
     with fails(NotImplementedError, "differentiates with respect to a sharded parameter itself"):
         ALL["gradients"].build(sharded(small(InnerSteps), by_layer=False, whole=["size"]))
