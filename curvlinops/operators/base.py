@@ -25,6 +25,7 @@ from curvlinops.risk.distributed import COMPARES_ALWAYS, Ranks, Task, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
+    FreshProducts,
     Linearization,
     budget_of,
     check_cache,
@@ -137,6 +138,7 @@ class DataLinearOperator(TorchLinearOperator):
             check_flag("progressbar", self.progressbar)
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
+            self._fresh = FreshProducts()
             self._check_shards()
         options = {"blocks": self._blocks, **self._compared_options()}
         with ranks.synchronized(self.risk, "__init__", **options), exclusive():
@@ -214,6 +216,7 @@ class DataLinearOperator(TorchLinearOperator):
         """
         shared = linearization_of(self)
         if shared is None:
+            self._fresh.note(type(self).__name__, self.risk.model.params.values())
             with self._batches(task) as batches:
                 yield (build(problem, False) for problem in batches)
             return

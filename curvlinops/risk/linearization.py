@@ -38,6 +38,40 @@ _MUST_STAY = (
 )
 
 
+#: So many products with the same numbers are those of a solver.
+_MANY_PRODUCTS = 20
+
+
+class FreshProducts:
+    """Counts products outside of ``linearized()``, and says once that they could share graphs.
+
+    Attributes:
+        was_said: Whether this process has said it.
+    """
+
+    was_said = False
+
+    def __init__(self):
+        self._versions, self._count = list[int | None](), 0
+
+    def note(self, name: str, tensors: Iterable[Tensor]) -> None:
+        """Count a product with an operator, given the tensors that it depends on."""
+        if FreshProducts.was_said:
+            return
+        versions = [version_of(x) for x in tensors]
+        self._count = self._count + 1 if versions == self._versions else 1
+        self._versions = versions
+        if self._count == _MANY_PRODUCTS:
+            FreshProducts.was_said = True
+            _LOGGER.warning(
+                "%s: each of %d products has evaluated the model anew, though no parameter has "
+                "changed. Inside of `with A.linearized():` they share this, also those of SciPy's "
+                "solvers. This is said once.",
+                name,
+                _MANY_PRODUCTS,
+            )
+
+
 class Linearization:
     """Objects built of batches, such as graphs, which do not depend on the vectors.
 

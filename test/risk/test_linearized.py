@@ -670,3 +670,26 @@ def test_dense_matrices_of_several_chunks(
     A = Diagonal()
     assert torch.equal(A.to_dense(), A.diagonal.diag())
     assert A.entries == entries and A.linearized_products == entries * A.products
+
+
+def test_products_of_solvers_that_share_nothing(caplog: pytest.LogCaptureFixture, monkeypatch):
+    """SciPy's solvers outside of the context get a hint; steps of an optimizer do not."""
+    w = World()
+    A, (first, *_) = H(w.problem), w.params
+    v = ones(A)
+
+    def hints() -> list[str]:
+        return [record.message for record in caplog.records if "linearized" in record.message]
+
+    monkeypatch.setattr(linearization_module.FreshProducts, "was_said", False)
+    with A.linearized():
+        for _ in range(30):
+            A @ v
+    for _ in range(30):
+        A @ v
+        with torch.no_grad():
+            first.mul_(0.99)
+    assert not hints()
+    for _ in range(2):
+        scipy.sparse.linalg.eigsh(A, k=1, ncv=25)
+    assert len(hints()) == 1
