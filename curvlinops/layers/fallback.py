@@ -85,18 +85,14 @@ class _Task(NamedTuple):
             raise ValueError("samples alone have other outputs.")
 
 
-#: Returns gradients ``[V, n, *parameter]`` of some samples.
-Way = Callable[[_Task], Columns]
-
-
 class OneByOne:
     """Backpropagates vectors to parameters without rules, sample by sample.
 
-    A way to do so is compared with the graph of each batch. One that has failed is left out later.
+    Each batch is computed by the first way whose gradients agree with the batch's graph.
     """
 
     def __init__(self):
-        self._failed: dict[Way, str] = {}
+        self._has_warned = False
 
     def gradients(
         self,
@@ -127,25 +123,27 @@ class OneByOne:
         """Return gradients ``[V, n, *parameter]``."""
         if not task.u.numel() or len(task.output) == 1:
             return _in_whole(task)
-        if len(self._failed) < len(_WAYS):
-            for way in [way for way in _WAYS if way not in self._failed]:
-                try:
-                    gradients = way(task)
-                    _check_gradients(gradients, task)
-                    return gradients
-                except UnequalRowsError:
+        reason = ""
+        for way in (_by_vmap, _in_a_loop):
+            try:
+                gradients = way(task)
+                _check_gradients(gradients, task)
+                return gradients
+            except UnequalRowsError:
+                raise
+            except Exception as error:  # a user's model may raise anything on a part of a batch
+                if not is_refusal(error):
                     raise
-                except Exception as error:  # a user's model may raise anything on a part of a batch
-                    if not is_refusal(error):
-                        raise
-                    self._failed[way] = first_line(error).rstrip(".")
+                reason = first_line(error).rstrip(".")
+        if not self._has_warned:
+            self._has_warned = True
             _LOGGER.warning(
-                "The samples of batch %d cannot be evaluated alone (%s). Gradients pass the graph "
-                "of whole batches, which takes time quadratic in the number of samples. Let X "
-                "consist of tensors whose first axis numbers the samples, or let the data yield "
-                "batches of one sample.",
+                "The samples of batch %d cannot be evaluated alone (%s). Their gradients pass the "
+                "graph of the whole batch, which takes time quadratic in the number of samples. "
+                "Let X consist of tensors whose first axis numbers the samples, or let the data "
+                "yield batches of one sample.",
                 task.problem.batch.index,
-                self._failed[_in_a_loop],
+                reason,
             )
         return _in_whole(task)
 
@@ -203,10 +201,6 @@ def _in_whole(task: _Task) -> Columns:
     out = task.space.zeros(sizes.numel())
     task.apply(alone.flatten(0, 1).flatten(1, 2), out)
     return {name: x.unflatten(0, sizes) for name, x in out.items()}
-
-
-#: The ways to evaluate samples alone, the fastest first.
-_WAYS: tuple[Way, ...] = (_by_vmap, _in_a_loop)
 
 
 def _check_gradients(gradients: Columns, task: _Task) -> None:

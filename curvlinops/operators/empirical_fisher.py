@@ -19,7 +19,7 @@ from curvlinops.operators.sample_rows import (
     rows_of,
 )
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import gauss_newton
+from curvlinops.risk.derivatives import evaluate, gauss_newton
 from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
@@ -53,6 +53,7 @@ class EFLinearOperator(DataLinearOperator):
     def __post_init__(self) -> None:
         """Check the option, too."""
         check_choice("terms", self.terms, ("term", "sample"))
+        self._counted: set[int] = set()
         super().__post_init__()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
@@ -85,6 +86,12 @@ class EFLinearOperator(DataLinearOperator):
         return Linear(apply, tuple(rows.values()))
 
     def _from_graph(self, problem: BatchProblem, single: bool) -> Linear:
+        if self.terms == "sample" and problem.batch.index not in self._counted:
+            # parts of the batch may tell the number of samples, but not inside of the pass
+            with preserved_rng():
+                problem.samples_of(evaluate(problem))
+            self._counted.add(problem.batch.index)
+
         def curvature(output: Tensor) -> tuple[Linear, Tensor]:
             weight, gradient = problem.weight(output), self._gradient(problem, output)
             if self.terms == "term":

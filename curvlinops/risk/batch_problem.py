@@ -153,17 +153,17 @@ class BatchProblem:
             The output without its graph; ``None`` if the model refuses a part of the batch.
         """
         _ = self.facts  # the first evaluation needs the targets
-        try:
-            X = select_samples(self.batch.X, samples, num_samples)
-            part = self.on(Batch(self.batch.index, X, None))
-            evaluation = part.evaluation(part.constants(), "once")
-            with preserved_rng(), evaluation.active():
+        evaluation = self.evaluation(self.constants(), "once")
+        with preserved_rng(), evaluation.active():  # raises inside of another evaluation
+            try:
+                X = select_samples(self.batch.X, samples, num_samples)
+                part = self.on(Batch(self.batch.index, X, None))
                 return part.output(evaluation).detach()
-        except Exception as error:  # a user's model may raise anything on a part of a batch
-            if not is_refusal(error):
-                raise
-            _LOGGER.info("A part of a batch could not be evaluated: %s", error)
-            return None
+            except Exception as error:  # a user's model may raise anything on a part of a batch
+                if not is_refusal(error):
+                    raise
+                _LOGGER.info("A part of a batch could not be evaluated: %s", error)
+                return None
 
     @property
     def can_substitute(self) -> bool:

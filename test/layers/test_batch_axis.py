@@ -345,6 +345,9 @@ def test_samples_of_flattened_tokens(interact: bool, mean: str):
     assert error(by_term[0].dense(), by_term[1].dense()) <= 1e-10
     fisher = [EFLinearOperator(*a, terms="sample").to_dense() for a in (flat, plain)]
     assert error(*fisher) <= 1e-10
+    unchecked = tokens(interact, True, mean)  # of a new model, whose parts no check has evaluated
+    found = EFLinearOperator(*unchecked, terms="sample", check_deterministic=False).to_dense()
+    assert error(found, fisher[0]) <= 1e-10
     with EFLinearOperator(*flat, terms="sample").linearized():
         assert error(EFLinearOperator(*flat, terms="sample").to_dense(), fisher[0]) <= 1e-10
     diagonals = [GGNDiagonalLinearOperator(*a).diagonal() for a in (flat, plain)]
