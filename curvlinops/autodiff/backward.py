@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
 
 from curvlinops.autodiff.scattering import is_stand_in, stand_in
 from curvlinops.autodiff.sharding import Shards
@@ -107,7 +108,8 @@ def without_selective_checkpoints() -> Iterator[None]:
 
 def raise_selective(error: Exception) -> None:
     """Raise the error of ``without_selective_checkpoints`` in place of PyTorch's, if it is that."""
-    if _SELECTIVE in str(error):
+    # older versions of PyTorch say that a checkpoint computes other values the second time
+    if _SELECTIVE in str(error) or isinstance(error, CheckpointError):
         raise NoDerivativeError(
             "Layers under selective activation checkpointing can be differentiated once, but this "
             "needs several backward passes, or what their layers have saved. Take plain activation "

@@ -316,10 +316,15 @@ def images(a: Layer, x: Tensor) -> Tensor:
     return F.grid_sample(h, grid, align_corners=True)[:, 0, : x.shape[1]] + h[:, 0, :1, :3]
 
 
+IS_OLD = torch.__version__.startswith("2.10.")
+
+
 def several_outputs(a: Layer, x: Tensor) -> Tensor:
     h = a(x)
     variance, mean = torch.var_mean(h, 1, keepdim=True)
-    low, high = torch.aminmax(h, dim=2, keepdim=True)
+    low, high = h.amin(2, keepdim=True), h.amax(2, keepdim=True)
+    if not IS_OLD:  # there, the node cannot be called with the gradient of one output alone
+        low, high = torch.aminmax(h, dim=2, keepdim=True)
     return (h - mean) / variance.sqrt() + low * high + h.norm(dim=1, keepdim=True)
 
 

@@ -460,7 +460,9 @@ def _backward_by_function(z: Tensor, y: Tensor) -> Tensor:
     return value
 
 
-BACKWARD = [_backward_first, _backward_of_a_step, _backward_by_function]
+BACKWARD = [_backward_first, _backward_of_a_step]
+if not torch.__version__.startswith("2.10."):  # there, no mode sees this function
+    BACKWARD.append(_backward_by_function)
 FUNCTIONS += [(function, "mean", r"calls backward\(\).*autograd.grad") for function in BACKWARD]
 
 
