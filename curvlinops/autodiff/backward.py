@@ -111,9 +111,10 @@ def raise_selective(error: Exception) -> None:
     # older versions of PyTorch say that a checkpoint computes other values the second time
     if _SELECTIVE in str(error) or isinstance(error, CheckpointError):
         raise NoDerivativeError(
-            "Layers under selective activation checkpointing can be differentiated once, but this "
-            "needs several backward passes, or what their layers have saved. Take plain activation "
-            "checkpointing for them, torch.utils.checkpoint.checkpoint(..., use_reentrant=False) "
+            "Layers under selective activation checkpointing, and those whose checkpoint computes "
+            "other values the second time, can be differentiated once, but this needs several "
+            "backward passes, or what their layers have saved. Take plain activation checkpointing "
+            "for them, torch.utils.checkpoint.checkpoint(..., use_reentrant=False) "
             "without context_fn, or none."
         ) from error
 

@@ -146,16 +146,16 @@ class RecordedBatch:
             if uses is not None:
                 self.uses, self.unread, self.conclusions = uses, {*plan.unread}, plan.conclusions
                 return
-        self._depends_on_numbers = False
+        self._depends_on_numbers, before = False, dict(roles)
         axes = self._sample_axes() if self.num_samples > 1 else {}
         reading = self._reading(axes, roles)
         if reading.has_open and not self._tracks_inputs:
             self._learn_roles(roles)
             reading = self._reading(axes, roles)
         for signature, is_function in reading.roles.items():
-            if is_function and not roles.get(signature):
-                plans.clear()  # some may have taken it for a use
             roles[signature] = is_function or roles.get(signature, False)
+        if any(known and not before.get(signature) for signature, known in roles.items()):
+            plans.clear()  # some may have taken it for a use
         self.uses, self.unread = reading.uses, reading.unread
         for use in self.uses:
             use.samples = self._samples_of_rows(use, axes)

@@ -8,6 +8,7 @@ import matrices
 import numpy as np
 import problems
 import pytest
+import scipy
 import scipy.sparse.linalg as sla
 import small
 import torch
@@ -321,8 +322,9 @@ def test_no_more_products_than_scipy(name: str, which: str):
         pairs = eigsh(ours, 6, which, v0=v0, verify=verify)
         # equal accuracy: a few units of rounding, relative to the norm, for both
         assert pairs.residuals.max() <= max(accuracy, 1e-14 * np.linalg.norm(A, 2))
-        # the lowest SciPy takes one product less than later ones, with which both take as many
-        assert pairs.num_products == ours.products <= theirs.products + 1
+        # SciPy 1.12 takes one product less than later versions
+        more = scipy.__version__.startswith("1.12.")
+        assert pairs.num_products == ours.products <= theirs.products + more
 
 
 @pytest.mark.parametrize("name, which", HARD)
