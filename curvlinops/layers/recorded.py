@@ -1,6 +1,7 @@
 """One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from curvlinops.layers.reading import (
     Reading,
     Signature,
 )
+from curvlinops.layers.rules import Use
 from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped, sample_axes
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
@@ -53,21 +55,30 @@ _ANY_NUMBER = 2**31
 _ONE_SAMPLE = SampleAxis(0, 1, 1)
 
 
-class UseGradient(NamedTuple):
+@dataclass(eq=False, slots=True)
+class UseGradient:
     """The gradients that one use contributes to a parameter.
 
     Attributes:
         recorded: The use.
         name: The parameter.
-        gradient: The gradients.
         is_unassigned: Whether no axis numbers the samples; all rows are stored as one sample,
             which suffices for sums.
     """
 
     recorded: ParameterUse
     name: str
-    gradient: PerSampleGradient
     is_unassigned: bool
+    _make: Callable[[], PerSampleGradient] | None
+    _gradient: PerSampleGradient | None = None
+
+    @property
+    def gradient(self) -> PerSampleGradient:
+        """The gradients, which are made when they are first read."""
+        if self._gradient is None:
+            # what they are made of is given back
+            self._gradient, self._make = self._make(), None
+        return self._gradient
 
 
 class BackwardPass(NamedTuple):
@@ -348,30 +359,36 @@ class RecordedBatch:
         """
         shards, eps = self._problem.model.shards, torch.finfo(self.output.dtype).eps
         comparison = Comparison(self.precision, eps)
+        uses_of: dict[str, list[ParameterUse]] = {}
+        for use in self.uses:
+            for name in use.names:
+                uses_of.setdefault(name, []).append(use)
         for name in names:
-            truth = self._autograd_total(name, u, one)
+            truth = self._autograd_total(name, uses_of.get(name, []), u, one)
             self._problem.check_finite(u.new_zeros(()), {name: truth})
             if shards is not None:
                 shards.forget()
-            sums = partial(self._sum, name, one.outputs)
+            outputs = {use: one.outputs[use] for use in uses_of.get(name, [])}
+            sums = partial(self._sum, name, outputs)
             comparison.add(name, sums(), truth, partial(sums, absolute=True))
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
         alone = Comparison(self.precision, eps)
         for name in () if self.is_freed else zero:
-            uses = [use for use in self.uses if name in use.names]
-            if len(uses) == 1:
-                g = {uses[0]: probe(one.outputs[uses[0]])}
-                truth = self._behind(uses[0].edge, g[uses[0]], name)
-                alone.add(name, self._sum(name, g), truth, lambda: None)
+            if len(uses_of[name]) == 1:
+                (use,) = uses_of[name]
+                g = probe(one.outputs[use])
+                truth = self._behind(use.edge, g, name)
+                alone.add(name, self._sum(name, {use: g}), truth, lambda: None)
         zero -= {name for name, size in alone.sizes.items() if size > 0}
         return [*comparison.wrong(), *alone.wrong()], zero
 
-    def _autograd_total(self, name: str, u: Tensor, one: BackwardPass) -> Tensor:
-        """Return autograd's gradient of one parameter, given a pass of one vector."""
+    def _autograd_total(
+        self, name: str, uses: Sequence[ParameterUse], u: Tensor, one: BackwardPass
+    ) -> Tensor:
+        """Return autograd's gradient of one parameter and its uses, given a pass of one vector."""
         if name in one.totals:
             return one.totals.pop(name)[0]
-        uses = [use for use in self.uses if name in use.names]
         if len(uses) == 1:
             return self._behind(uses[0].edge, one.outputs[uses[0]], name)
         # a pass from one use may reach another one
@@ -386,8 +403,7 @@ class RecordedBatch:
         self, name: str, outputs: Mapping[ParameterUse, Tensor], absolute: bool = False
     ) -> Tensor | None:
         """Return the sum of one parameter's gradients over all rows of its uses."""
-        outputs = {use: g for use, g in outputs.items() if name in use.names}
-        gradients = self._of_uses(outputs, by_sample=False, absolute=absolute)
+        gradients = self._of_uses(dict(outputs), by_sample=False, absolute=absolute)
         found = [x.gradient.sum_over_samples()[0] for x in gradients if x.name == name]
         return sum(found) if found else None
 
@@ -442,13 +458,10 @@ class RecordedBatch:
             absolute: Whether all factors of the gradients are replaced by their absolute values.
         """
         shared: dict[tuple, tuple[Tensor, Tensor]] = {}
-        uses = self.uses if len(outputs) > 1 else list(outputs)
-        for recorded in [use for use in uses if use in outputs]:
+        for recorded in list(outputs):
             use, is_assigned = recorded.use, by_sample and recorded.samples is not None
             axis, count = (recorded.samples, self.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
-            num_axes = len(use.row_shape)
-            g = use.to_rows(outputs.pop(recorded))
-            g = wide(to_front(g.detach() if g.requires_grad else g, axis, count, num_axes, start=1))
+            num_axes, arrived = len(use.row_shape), outputs.pop(recorded)
             x = use.inputs and use.inputs().detach()
             if x is not None:
                 # layers with the same input share what is made of it, while the input exists
@@ -459,14 +472,40 @@ class RecordedBatch:
                     x = wide(to_front(given, axis, count, num_axes))
                     if by_position:
                         shared[how] = given, x
-            if absolute:
-                x, g = x if x is None else x.abs(), g.abs()
             is_sum = use.is_bias or (elementwise and use.inputs is None)
             make = _as_products if by_position and is_sum else use.gradient
+            make = partial(_of_use, make, use, x, arrived, (axis, count, num_axes), absolute)
+            lookup = recorded.lookup if is_assigned else None
             for name in recorded.names:
-                lookup = recorded.lookup if is_assigned else None
-                gradient = _on_parameter(partial(make, x, g), recorded, self._leaves[name], lookup)
-                yield UseGradient(recorded, name, gradient, not is_assigned)
+                gradient = partial(_on_parameter, make, recorded, self._leaves[name], lookup)
+                yield UseGradient(recorded, name, not is_assigned, gradient)
+
+
+def _of_use(
+    make: Callable[..., PerSampleGradient],
+    use: Use,
+    x: Tensor | None,
+    arrived: Tensor,
+    order: tuple[SampleAxis, int, int],
+    absolute: bool,
+    entries: Entries,
+) -> PerSampleGradient:
+    """Return gradients with respect to a use's argument, given those at the node's output.
+
+    Args:
+        make: Makes the gradients of inputs and of gradients of rows; see ``Use.gradient``.
+        use: The use.
+        x: The inputs, with samples in front.
+        arrived: The gradients at the output, ``[V, *output]``.
+        order: The axis of samples, their number, and the number of axes of the rows.
+        absolute: See ``_of_uses``.
+        entries: The entries of a parameter that the argument is.
+    """
+    g = use.to_rows(arrived)
+    g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
+    if absolute:
+        x, g = x if x is None else x.abs(), g.abs()
+    return make(x, g, entries)
 
 
 def to_front(
