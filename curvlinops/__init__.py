@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from curvlinops.algorithms.by_layer import by_layer
 from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
@@ -24,7 +23,6 @@ from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
 from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
-from curvlinops.algorithms.plotting import plot_by_layer, plot_loss, plot_spectrum
 from curvlinops.algorithms.results import to_plain
 from curvlinops.algorithms.spectrum import (
     LanczosApproximateLogSpectrumCached,
@@ -35,6 +33,9 @@ from curvlinops.algorithms.spectrum import (
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
+from curvlinops.landscape.by_layer import by_layer
+from curvlinops.landscape.loss_along import LossAlong, loss_along
+from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
@@ -51,7 +52,6 @@ from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
 from curvlinops.operators.kfac.options import FisherType, KFACType
-from curvlinops.operators.loss_along import LossAlong, loss_along
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.operators.scores import LowRankColumns
 from curvlinops.structured.base import StructuredLinearOperator

@@ -66,15 +66,16 @@ TESTS = {
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
         algorithms/inverses algorithms/eigsh algorithms/callbacks
-        risk/linearized algorithms/by_layer algorithms/results operators/loss_along""",
+        risk/linearized algorithms/results""",
     "operators": """
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint
         contract/contract::test_blocks contract/contract::test_independent_of_batches
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
-        operators/per_sample operators/scores contract/memory operators/loss_along""",
+        operators/per_sample operators/scores contract/memory""",
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding""",
+    "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
     "integrations": "integrations/huggingface",
 }
 

@@ -25,6 +25,7 @@ ALLOWED = {
         *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
         *_BASE,
     },
+    "landscape": {"landscape", "operators", "algorithms", "risk", "autodiff", *_BASE},
     "integrations": {"integrations", "risk", "losses", "autodiff", *_BASE},
 }
 

@@ -1,0 +1,1 @@
+"""Looks at losses and layers by products with operators. Nothing below imports this room."""
