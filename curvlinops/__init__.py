@@ -51,7 +51,7 @@ from curvlinops.operators.kfac.directory import load
 from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
-from curvlinops.operators.kfac.options import FisherType, KFACType
+from curvlinops.operators.kfac.options import FisherType, FitType, KFACType
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.operators.scores import LowRankColumns
 from curvlinops.structured.base import StructuredLinearOperator
@@ -81,6 +81,7 @@ __all__ = [
     "EighDecomposedLinearOperator",
     "FisherMCLinearOperator",
     "FisherType",
+    "FitType",
     "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",

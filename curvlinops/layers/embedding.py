@@ -145,9 +145,18 @@ class EmbeddingGradient(FactoredGradient):
 
     def inputs(self) -> Tensor:
         """Return rows of an identity matrix, ``[N, S, 1, rows]``, zeros for the padding."""
-        is_lookup = self._lookups(None).to(self.g).unsqueeze(-1)
-        rows = torch.nn.functional.one_hot(self.indices, self.num_rows) * is_lookup
+        return self._one_hot(slice(None))
+
+    def _one_hot(self, samples: slice) -> Tensor:
+        is_lookup = self._lookups(None)[samples].to(self.g).unsqueeze(-1)
+        rows = torch.nn.functional.one_hot(self.indices[samples], self.num_rows) * is_lookup
         return rearrange(rows, "n s i -> n s 1 i")
+
+    def positions(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of an identity matrix, and output gradients, of some samples."""
+        g = self.output_gradients()
+        for some in self.slices(self.indices.shape[1] * self.num_rows):
+            yield self._one_hot(some), g[:, some]
 
     def output_gradients(self) -> Tensor:
         """Return output gradients, ``[V, N, S, 1, I]``."""

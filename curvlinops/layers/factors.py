@@ -7,7 +7,7 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,10 @@ class FactoredGradient(PerSampleGradient):
     @abstractmethod
     def output_gradients(self) -> Tensor:
         """Return g, ``[V, N, S, G, O]``."""
+
+    def positions(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x, ``[n, S, G, I]``, and g, ``[V, n, S, G, O]``, of some samples."""
+        yield self.inputs(), self.output_gradients()
 
     def input_key(self) -> Hashable:
         """Return a value that is equal for gradients with the same inputs, while these exist."""

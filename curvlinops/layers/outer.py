@@ -57,6 +57,11 @@ class OuterProducts(FactoredGradient):
         """Return g, ``[V, N, S, G, O]``."""
         return self.g
 
+    def positions(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield inputs and output gradients of some samples, whose patches fit the memory."""
+        for some in self.x.slices():
+            yield self.x[some], self.g[:, some]
+
     def input_key(self) -> Hashable:
         """Return a value that is equal for gradients with the same inputs, while these exist."""
         return self.x.key()

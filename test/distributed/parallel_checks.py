@@ -744,6 +744,24 @@ CHECKS[2] |= {
 }
 
 
+@check()
+def fits() -> None:
+    p = problems.make("mlp-mse-mean")
+    pairs = [(fit, x) for fit in ("frobenius", "kl", "shampoo") for x in ("replicate", "partition")]
+    for fit, placed in pairs:
+        options = {"fit": fit, "factor_placement": placed, "fisher_type": "empirical"}
+        together, alone = both("kfac", p, **options)
+        assert error(matrix(together), matrix(alone)) <= 1e-9, (fit, placed)
+        ours, theirs = together.distance(), alone.distance()
+        assert ours.keys() == theirs.keys()
+        for name, estimate in ours.items():
+            assert error(torch.stack(estimate), torch.stack(theirs[name])) <= 1e-9, name
+        batch = p.data[0]
+        together.update(batch)
+        alone.update((torch.cat([batch[0]] * 2), torch.cat([batch[1]] * 2)))
+        assert error(matrix(together), matrix(alone)) <= 1e-9, (fit, placed)
+
+
 def layers(num: int = 6) -> Problem:
     """Several layers of equal size, two of which have the same inputs."""
     torch.manual_seed(0)

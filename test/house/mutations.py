@@ -74,7 +74,7 @@ TESTS = {
         operators/per_sample operators/scores contract/memory""",
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
-        kfac/kfac kfac/kfac_architectures kfac/kfac_padding""",
+        kfac/kfac kfac/kfac_architectures kfac/kfac_padding kfac/fit kfac/distance""",
     "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
     "integrations": "integrations/huggingface",
 }

@@ -128,6 +128,8 @@ FACTORED = {
     "separate_weight_and_bias": True,
     "seed": 2147483647,
     "fallback": "error",
+    "fit": "kfac",
+    "steps": 1,
     "exact": False,
     "max_factor_size": 16384,
     "module_partitions": 1,

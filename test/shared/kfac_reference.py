@@ -239,6 +239,7 @@ class Factors:
     B: Tensor | float = 0.0
     count: float = 0.0
     samples: list[Tensor] = field(default_factory=list)  # gradients [V, G, O, I]
+    rows: list[Tensor] = field(default_factory=list)  # of what a fit is made, [P, G, O, I]
 
     def matrix(self, c: float, forward_only: bool) -> tuple[Tensor, Tensor]:
         """B and A, `[G, O, O]` and `[G, I, I]`."""
@@ -255,6 +256,8 @@ class Options:
     joint: bool = False
     corrected: bool = False
     forward_only: bool = False
+    fit: str = "kfac"
+    steps: int = 1
 
 
 class _Sums:
@@ -320,6 +323,8 @@ class _Sums:
         a = torch.cat([a for a, _ in pairs])  # [S, G, I]
         g = torch.cat([g for _, g in pairs], 1)  # [V, S, G, O]
         sums.samples.append(torch.einsum("vsgo,sgi->vgoi", g, a))
+        positions = torch.einsum("vsgo,sgi->vsgoi", g, a).flatten(0, 1)
+        sums.rows.append(sums.samples[-1] if self.options.reduce else positions)
         if len(a) == 0:
             sums.A = sums.A + a.new_zeros(a.shape[1], a.shape[2], a.shape[2])
             sums.B = sums.B + g.new_zeros(g.shape[2], g.shape[3], g.shape[3])
@@ -336,8 +341,12 @@ class _Sums:
         out = torch.zeros(self.dim, self.dim, dtype=torch.float64)
         for start, block in self.exact.items():
             out[start : start + len(block), start : start + len(block)] = c * block
-        for sums in self.products.values():
+        places = [{*sums.entries.flatten().tolist()} for sums in self.products.values()]
+        for number, sums in enumerate(self.products.values()):
             B, A = sums.matrix(c, self.options.forward_only)
+            is_sum = any(places[number] & x for other, x in enumerate(places) if other != number)
+            if self.options.fit != "kfac" and not is_sum:
+                B, A = _fitted(sums, c, B, A, self.options)
             for entries, b, a, *rest in zip(
                 sums.entries, B, A, *([torch.cat(sums.samples).unbind(1)] if sums.samples else []),
                 strict=True,
@@ -351,6 +360,42 @@ class _Sums:
                     block = (Q * (c * moment).flatten()) @ Q.T
                 out[index[:, None], index] += block
         return out
+
+
+def _fitted(
+    sums: Factors, c: float, B: Tensor, A: Tensor, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Other factors than those of KFAC, for each group."""
+    pairs = [_fit(G, c, b, a, options, sums.lookup) for G, b, a in zip(
+        torch.cat(sums.rows).unbind(1), B, A, strict=True)]  # fmt: skip
+    return torch.stack([b for b, _ in pairs]), torch.stack([a for _, a in pairs])
+
+
+def _fit(
+    G: Tensor, c: float, B: Tensor, A: Tensor, options: Options, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    """Factors for gradients `[P, O, I]`; B and A have their shapes."""
+
+    def both(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        b = c * sum((g @ left @ g.T for g in G), torch.zeros_like(B))
+        a = c * sum((g.T @ right @ g for g in G), torch.zeros_like(A))
+        return b, torch.diag(a.diagonal()) if diagonal else a
+
+    def weighting(x: Tensor) -> Tensor:
+        if options.fit == "frobenius":
+            return x / max(x.square().sum(), 1e-300)
+        inverse = torch.linalg.pinv(x, rtol=1e-11, hermitian=True)
+        return inverse / max(round(float((inverse @ x).trace())), 1)
+
+    if options.fit == "shampoo":
+        B, A = both(torch.eye(len(A), dtype=A.dtype), torch.eye(len(B), dtype=B.dtype))
+        return B, A / max(A.trace(), 1e-300)
+    left = torch.eye(len(A), dtype=A.dtype)
+    for _ in range(options.steps):
+        B = both(left, B)[0]
+        A = both(left, weighting(B))[1]
+        left = weighting(A)
+    return B, A
 
 
 def sums(p: Problem, vectors: Vectors, options: Options) -> _Sums:

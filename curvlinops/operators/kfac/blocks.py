@@ -21,12 +21,16 @@ from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.serialization import recorded
 
 #: What a sum over data is of, the second entry of its ``Key``: second moments of inputs, their
-#: number, second moments of output gradients, exact blocks, squares in an eigenbasis.
+#: number, second moments of output gradients, exact blocks, squares in an eigenbasis, factors of
+#: another fit than KFAC's, products of the exact block with vectors.
 INPUTS, INPUT_COUNT, GRADIENTS, MATRIX, MOMENT = "A", "count", "B", "matrix", "moment"
+FIT_INPUTS, FIT_OUTPUTS, PRODUCTS = "fit A", "fit B", "products"
+#: Those with ``Block.views``.
+OF_BLOCKS = (MOMENT, FIT_INPUTS, FIT_OUTPUTS, PRODUCTS)
 
 #: The key of a sum over data. Its first entry is a ``LayerUse`` for the moments of its output
 #: gradients; the ``LayerUse``s that had the same inputs, for these and their number; a parameter's
-#: name for its exact block; ``Block.views`` for squares in an eigenbasis.
+#: name for its exact block; ``Block.views`` for those in ``OF_BLOCKS``.
 Key = tuple[Any, str]
 
 #: The key of the data's weight: the number, or total weight, of loss terms.

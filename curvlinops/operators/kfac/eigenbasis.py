@@ -1,9 +1,8 @@
 """Second moments of gradients in the eigenbasis of a Kronecker product."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import (
@@ -14,7 +13,8 @@ from curvlinops.layers.factors import (
     total,
 )
 from curvlinops.layers.gradients import sum_of
-from curvlinops.operators.kfac.blocks import Block
+from curvlinops.operators.kfac.block_sums import BlockSum, matrices_of
+from curvlinops.operators.kfac.blocks import MOMENT, Block
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, identity
@@ -25,7 +25,7 @@ from curvlinops.support.serialization import recorded
 
 @recorded
 @dataclass(frozen=True)
-class Basis:
+class Basis(BlockSum):
     """An orthogonal basis of a block's matrices ``[G, O, I]``.
 
     Attributes:
@@ -39,13 +39,6 @@ class Basis:
     outputs: Tensor | None
     inputs: Tensor | None
     has_bias: bool
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Basis":
-        """Apply a function to the bases of columns and of rows."""
-        outputs = None if self.outputs is None else function(self.outputs)
-        return replace(
-            self, outputs=outputs, inputs=None if self.inputs is None else function(self.inputs)
-        )
 
     def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
         """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``.
@@ -63,36 +56,27 @@ class Basis:
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 
-    def second_moment(self, gradients: Sequence[FactoredGradient]) -> Tensor:
-        """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``.
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the bases."""
+        bases = {"outputs": self.outputs, "inputs": self.inputs}
+        return {axis: x for axis, x in bases.items() if x is not None}
 
-        Args:
-            gradients: Those of all uses of the block's weight on a batch.
-        """
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Basis":
+        """Return the same with other bases."""
+        return replace(self, outputs=tensors.get("outputs"), inputs=tensors.get("inputs"))
+
+    def of_gradients(self, gradients: Sequence[FactoredGradient]) -> dict[str, Tensor]:
+        """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``."""
         whole = sum_of(list(gradients))
         if KroneckerShape.of(whole, self.shape.is_bias) == self.shape:
-            return whole.squares_in_basis(self.outputs, self.inputs, self.has_bias)
-        squares: Tensor | float = 0.0
-        for some in whole.slices():
-            weight, bias = self.shape.view.of(whole.rows(some).flatten(0, 1).flatten(1)), None
-            if self.has_bias:
-                bias = total(x.output_gradients()[:, some].sum(2) for x in gradients).flatten(0, 1)
-            squares = squares + self.second_moment_of_rows(weight, bias)
-        return squares
+            squares = whole.squares_in_basis(self.outputs, self.inputs, self.has_bias)
+            return {MOMENT: squares}
+        rows = matrices_of(gradients, self.shape, self.has_bias)
+        return {MOMENT: total(self.of_rows(some)[MOMENT] for some in rows)}
 
-    def second_moment_of_rows(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the sum of squared gradients in this basis, ``[G, O, I]``.
-
-        Args:
-            weight: Gradients of the entries that a layer uses, ``[P, *]``, in the order of the
-                matrices.
-            bias: Gradients of its bias, ``[P, *]``; ``None`` if the block has none.
-        """
-        matrix = self.shape.groups, self.shape.outputs
-        rows = weight.reshape(len(weight), *matrix, self.shape.inputs)
-        if bias is not None:
-            rows = torch.cat([rows, bias.reshape(len(bias), *matrix, 1)], dim=3)
-        return squares_of_rows(rows, self.outputs, self.inputs)
+    def of_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Return the sum of squares of ``[P, G, O, I]`` in this basis, ``[G, O, I]``."""
+        return {MOMENT: squares_of_rows(rows, self.outputs, self.inputs)}
 
 
 def eigenbases(blocks: Iterable[Block]) -> dict[tuple[ParameterView, ...], Basis]:

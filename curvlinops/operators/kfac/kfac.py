@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import islice
+from itertools import chain, islice
 from math import fsum
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -14,13 +14,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac import storage
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses, group_by_use
+from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums, everywhere
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses, group_by_use
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
 from curvlinops.operators.kfac.directory import FactorDirectory
+from curvlinops.operators.kfac.distance import distances, exact_products, relative
 from curvlinops.operators.kfac.estimate import add_batch
+from curvlinops.operators.kfac.fit import passes, sums_of_pass
 from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
@@ -38,6 +42,7 @@ from curvlinops.operators.kfac.modules import (
 from curvlinops.operators.kfac.options import (
     Fallback,
     FisherType,
+    FitType,
     KFACType,
     Options,
     reduced_parameters,
@@ -51,6 +56,7 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_choice, check_count, check_flag
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
@@ -84,6 +90,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         seed: Seeds the samples, together with the index of the batch.
         fallback: The block of parameters whose use in the model has no Kronecker structure:
             ``"error"``, the ``"diagonal"`` of their exact block, or all of it (``"dense"``).
+        fit: How the factors of layers are fitted, see ``FitType``. All but ``"kfac"`` take further
+            passes over the data, and cannot be merged. Blocks that are sums of several products,
+            as of a table that is embedding and head, keep the factors of KFAC.
+        steps: How often both factors are computed anew, B first (``"frobenius"`` and ``"kl"``).
+            Each step takes two passes.
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
         max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
@@ -113,6 +124,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     separate_weight_and_bias: bool = True
     seed: int = 2147483647
     fallback: str = Fallback.ERROR
+    fit: str = FitType.KFAC
+    steps: int = 1
     exact: bool = False
     max_factor_size: int = 16384
     module_partitions: int = 1
@@ -129,6 +142,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self.mc_samples = check_count("mc_samples", self.mc_samples)
         self.seed = check_count("seed", self.seed, at_least=0)
         self.fallback = str(check_choice("fallback", self.fallback, Fallback))
+        self.fit = str(check_choice("fit", self.fit, FitType))
+        self.steps = check_count("steps", self.steps)
         self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
         self.module_partitions = check_count("module_partitions", self.module_partitions)
         self.directory = None if self.directory is None else Path(self.directory)
@@ -148,6 +163,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             not self.separate_weight_and_bias,
             Fallback(self.fallback),
             self.max_factor_size,
+            FitType(self.fit),
+            self.steps,
         )
         self._options.check(self.risk.loss)
         if len(self._blocks) > 1:
@@ -265,7 +282,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 raise ValueError(f"decay must be between 0 and 1, got {decay}.")
             self._check_in_memory()
         sums = self._factor_sums()
-        more = self._compute(sums.emptied(), Batches([batch], self.risk.data.batch_size_fn))
+        batches = Batches([batch], self.risk.data.batch_size_fn)
+        more = self._compute(sums.emptied(), batches, sums)
         self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
 
     @in_default_modes
@@ -283,6 +301,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._check_in_memory()
         if self._is_partitioned:
             raise ValueError("Operators with factor_placement='partition' cannot be merged.")
+        if self._options.fit is not FitType.KFAC:
+            raise ValueError(
+                f"Operators with fit='{self.fit}' cannot be merged, since each factor was fitted "
+                "beside another one. Build one operator on all data."
+            )
         storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
@@ -306,14 +329,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._structure: BlockDiagonalLinearOperator | None = None
         self._made: tuple[list[Block], list[Block]] | None = None
 
-    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+    def _compute(
+        self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
+    ) -> FactorSums:
         """Return the means over batches.
 
         Args:
             sums: Empty sums. They have the number of earlier batches and their uses of parameters.
             batches: The batches; ``None`` for all data.
+            known: The means over earlier data; ``None`` if there are none.
         """
-        new, ranks = sums.emptied(), self.risk.ranks
+        new, ranks, first = sums.emptied(), self.risk.ranks, sums.num_batches
         task = "factors" if batches is None else "update"
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
             for problem, samples in self._forward_passes(problems, new):
@@ -328,8 +354,40 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 raise ValueError("The data has no sample.")
             self.risk.scale(new.weight)  # raises if there is no term
         new.normalize(self.risk.scale)
-        new.num_batches -= sums.num_batches
+        new.num_batches -= first
+        for factors in passes(self._options, known is not None):
+            with ranks.raise_on_all_ranks():
+                wanted = sums_of_pass(new, factors, known)
+            if self._is_partitioned:
+                wanted = everywhere(wanted, ranks, self.device)
+            new.tensors |= self._block_means("fit", new, first, wanted, batches)
         return new
+
+    def _block_means(
+        self,
+        task: str,
+        sums: FactorSums,
+        first: int,
+        wanted: Mapping[tuple[ParameterView, ...], BlockSum],
+        batches: Batches | None,
+    ) -> dict[Key, Tensor]:
+        """Return what a further pass over batches sums up for blocks, times the normalization.
+
+        Args:
+            task: What the pass is for.
+            sums: The means of which the blocks are made.
+            first: The number of batches before.
+            wanted: What is summed for each block.
+            batches: The batches; ``None`` for all data.
+        """
+        part = replace(sums, tensors={}, num_batches=first)
+        with self._on_all_ranks(task), self._batches(task, batches) as problems:
+            for problem, samples in self._forward_passes(problems, part):
+                add_block_sums(part, problem, samples, wanted)
+        part = part.over_ranks(self._is_partitioned)
+        weight = part.tensors.pop(WEIGHT, 0.0)
+        scale = self.risk.scale(weight) if float(weight) else 1.0
+        return {key: x.mul_(scale) for key, x in part.tensors.items()}
 
     def _forward_passes(
         self,
@@ -388,6 +446,45 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                     visit(layer)
                 weight = weight + samples.weight
         return self.risk.scale(fsum(self.risk.ranks.gather_objects(float(weight))))
+
+    @in_default_modes
+    def distance(self, num_vectors: int = 10, seed: int = 0) -> dict[str, Estimate]:
+        """Return how far the blocks are from the exact ones: ``|K - F| / |F|``, Frobenius norms.
+
+        F is the block of what the operator approximates, with the model and the data as they are
+        now: the GGN, that of its samples (``"mc"``), or the empirical Fisher matrix, whose terms
+        are those of a sample together. Products with random signs estimate both norms, in one pass
+        over the data. It takes about as long as the factors.
+
+        Args:
+            num_vectors: The number of random vectors. A block of at most so many entries is
+                compared exactly.
+            seed: Seeds the vectors.
+
+        Returns:
+            The distance and its standard error, by the first parameter of a block. Blocks that
+            are no Kronecker products are left out. ``plot_by_layer`` draws them.
+
+        Raises:
+            ValueError: If ``num_vectors`` is below two; with ``fisher_type="forward-only"``; if
+                samples interact.
+        """
+        num_vectors = check_count("num_vectors", num_vectors, at_least=2)
+        seed = check_count("seed", seed, at_least=0)
+        if self._options.fisher_type is FisherType.FORWARD_ONLY:
+            raise ValueError(
+                "distance() needs gradients; with fisher_type='forward-only' there are none."
+            )
+        sums, ranks = self._factor_sums(), self.risk.ranks
+        like = torch.empty(0, dtype=sums.space.dtype, device=sums.space.device)
+        wanted = exact_products(sums.blocks, like, num_vectors, seed)
+        means = self._block_means("distance", sums, 0, wanted, None)
+        with ranks.raise_on_all_ranks():
+            products = {views: x for (views, _), x in means.items()}
+            own = distances(self._own_blocks(), wanted, products)
+        if self._is_partitioned:
+            own = dict(chain.from_iterable(x.items() for x in ranks.gather_objects(own)))
+        return {name: relative(*own[name]) for name in self.space.names if name in own}
 
     # --- what was computed
 

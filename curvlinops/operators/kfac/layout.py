@@ -12,6 +12,8 @@ from curvlinops.layers.factors import KroneckerShape
 from curvlinops.layers.gradients import total
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import (
+    FIT_INPUTS,
+    FIT_OUTPUTS,
     GRADIENTS,
     INPUT_COUNT,
     MATRIX,
@@ -22,7 +24,7 @@ from curvlinops.operators.kfac.blocks import (
     Term,
     moment_factor,
 )
-from curvlinops.operators.kfac.options import FisherType
+from curvlinops.operators.kfac.options import FisherType, FitType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import (
@@ -68,7 +70,7 @@ def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> li
                 keys = tuple(key for use in sources for key in by_use[use])
                 if (A := inputs.get((keys, size))) is None:
                     A = inputs[keys, size] = _input_factor(sums, keys, size)
-            terms.append(Term(shape, gradients[sources], A))
+            terms.append(_fitted(sums, block, Term(shape, gradients[sources], A)))
         matrix = sums.tensors.get((block.views, MOMENT))
         basis = None if matrix is None else sums.bases[block.views]
         blocks.append(replace(block, terms=tuple(terms), matrix=matrix, basis=basis))
@@ -110,6 +112,19 @@ def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
     if any(x.shape[1] > size for x in tensors):
         tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
     return moment_factor(total(tensors))
+
+
+def _fitted(sums: FactorSums, block: Block, term: Term) -> Term:
+    """Return a block's term with the factors of another fit than KFAC's, if there are any."""
+    B, A = (sums.tensors.get((block.views, kind)) for kind in (FIT_OUTPUTS, FIT_INPUTS))
+    if A is not None and sums.options.fit is FitType.SHAMPOO:
+        trace = A.sum(-1) if A.ndim == 2 else A.diagonal(dim1=1, dim2=2).sum(-1)
+        trace = trace.masked_fill(trace == 0, 1.0)
+        A = A / trace.reshape(-1, *(1,) * (A.ndim - 1))
+    return term._replace(
+        gradients=term.gradients if B is None else moment_factor(B),
+        inputs=term.inputs if A is None else moment_factor(A),
+    )
 
 
 def _zeros(size: int, space: ParameterSpace) -> Tensor:

@@ -30,6 +30,31 @@ class KFACType(StrEnum):
     REDUCE = "reduce"
 
 
+class FitType(StrEnum):
+    """How the factors of ``B (x) A`` are fitted to the block ``F = c * sum vec(G) vec(G)^T``.
+
+    G are the gradients of a layer's weight, ``[out, in]``: of single positions in the expand
+    setting, of samples in the reduce setting.
+    """
+
+    #: Second moments of inputs and of output gradients, as if these were independent.
+    KFAC = "kfac"
+    #: ``|F - B (x) A|`` in the Frobenius norm: ``B = c * sum G A G^T / |A|^2``, and A likewise, in
+    #: turn (Van Loan and Pitsianis, 1993; Koroko et al., Efficient approximations of the Fisher
+    #: matrix in neural networks using Kronecker product singular value decomposition, 2022).
+    FROBENIUS = "frobenius"
+    #: The Kullback-Leibler divergence from ``N(0, F)`` to ``N(0, B (x) A)``:
+    #: ``B = c * sum G A^-1 G^T / in``, and A likewise, in turn (Dutilleul, 1999; Lin et al.,
+    #: Understanding and improving Shampoo and SOAP via Kullback-Leibler minimization, 2025).
+    #: Where A has zero eigenvalues, on its range.
+    KL = "kl"
+    #: ``B = c * sum G G^T`` and ``A = c * sum G^T G / tr F``: one step of the Frobenius fit from
+    #: the identity, with the trace of F (Gupta et al., Shampoo, 2018; Morwani et al., A new
+    #: perspective on Shampoo's preconditioner, 2025). In the expand setting, it is TKFAC (Gao et
+    #: al., A trace-restricted Kronecker-factored approximation to natural gradient, 2021).
+    SHAMPOO = "shampoo"
+
+
 class Fallback(StrEnum):
     """The block of parameters whose use in the model has no Kronecker structure."""
 
@@ -51,6 +76,8 @@ class Options:
         joint: Whether weight and bias have one block.
         fallback: The block of parameters without Kronecker structure.
         max_factor_size: Above this size, matrices are replaced by their diagonals.
+        fit: How factors are fitted.
+        steps: How often both factors are.
     """
 
     fisher_type: FisherType
@@ -61,6 +88,8 @@ class Options:
     joint: bool
     fallback: Fallback
     max_factor_size: int
+    fit: FitType = FitType.KFAC
+    steps: int = 1
 
     def check(self, loss: Loss) -> None:
         """Check that the options go together.
@@ -76,6 +105,14 @@ class Options:
             raise ValueError(
                 f"mc_samples has no meaning for fisher_type='{fisher}': leave it at 1, got "
                 f"{self.mc_samples}."
+            )
+        if self.fit is not FitType.KFAC and fisher is FisherType.FORWARD_ONLY:
+            raise ValueError(
+                f"fit='{self.fit}' needs gradients; fisher_type='forward-only' has fit='kfac' only."
+            )
+        if self.steps != 1 and self.fit in (FitType.KFAC, FitType.SHAMPOO):
+            raise ValueError(
+                f"steps has no meaning for fit='{self.fit}': leave it at 1, got {self.steps}."
             )
         if self.exact and fisher is not FisherType.TYPE2:
             raise ValueError(f"exact=True is a variant of fisher_type='type-2', not of '{fisher}'.")

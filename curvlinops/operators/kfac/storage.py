@@ -77,6 +77,7 @@ def unpack(
 
 #: The options that sums depend on, beside the treatment of positions.
 _OPTIONS = ("fisher_type", "exact", "separate_weight_and_bias", "max_factor_size", "fallback")
+_OPTIONS += ("fit", "steps")
 
 
 def fingerprint(operator: Any, reduced: frozenset[str]) -> dict[str, Any]:

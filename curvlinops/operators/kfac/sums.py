@@ -13,7 +13,7 @@ from curvlinops.operators.kfac.blocks import (
     INPUT_COUNT,
     INPUTS,
     MATRIX,
-    MOMENT,
+    OF_BLOCKS,
     WEIGHT,
     Block,
     Key,
@@ -307,7 +307,10 @@ class FactorSums:
     def to(self, space: ParameterSpace) -> "FactorSums":
         """Return the sums on the device of a space."""
         tensors = {key: tensor.to(space.device) for key, tensor in self.tensors.items()}
-        bases = {key: basis.map(lambda x: x.to(space.device)) for key, basis in self.bases.items()}
+        bases = {
+            views: basis.with_tensors({n: x.to(space.device) for n, x in basis.tensors().items()})
+            for views, basis in self.bases.items()
+        }
         return replace(self, space=space, tensors=tensors, bases=bases)
 
 
@@ -318,6 +321,6 @@ def _names(key: Key) -> set[str]:
         return set()
     if kind == MATRIX:
         return {of}
-    if kind in (INPUTS, INPUT_COUNT, MOMENT):
+    if kind in (INPUTS, INPUT_COUNT, *OF_BLOCKS):
         return {part.name for part in of}
     return {of.name, of.partner.name} if of.shares_gradients else {of.name}
