@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 from curvlinops.training.eval_mode import eval_mode
 
@@ -77,8 +77,7 @@ class KFACPreconditioner:
     ):
         if not isinstance(K, KroneckerFactoredLinearOperator):
             raise TypeError(
-                "K must be a KFACLinearOperator or an EKFACLinearOperator, got "
-                f"{type(K).__name__}."
+                f"K must be a KFACLinearOperator or an EKFACLinearOperator, got {type(K).__name__}."
             )
         params = list(K.params.values() if isinstance(K.params, Mapping) else K.params)
         self.K, self.optimizer, self.damping, self.decay = K, optimizer, damping, decay
@@ -87,7 +86,7 @@ class KFACPreconditioner:
         self.clip = None if clip is None else check_number("clip", clip, at_least=0.0)
         self.num_steps = 0
         self._params = dict(zip(K.space.names, params, strict=True))
-        self._inverse: StructuredLinearOperator | None = None
+        self._inverse: TorchLinearOperator | None = None
         self._learning_rates()  # knows all parameters
 
     @torch.no_grad()

@@ -75,7 +75,8 @@ TESTS = {
     "operators/kfac": """
         kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding""",
-    "integrations": "integrations/huggingface",
+    "training": "training/monitor training/kfac_preconditioner",
+    "integrations": "integrations/huggingface integrations/trainer",
 }
 
 Node = ast.AST

@@ -25,7 +25,11 @@ ALLOWED = {
         *("operators", "structured", "algorithms", "layers", "losses", "risk", "autodiff"),
         *_BASE,
     },
-    "integrations": {"integrations", "risk", "losses", "autodiff", *_BASE},
+    "training": {"training", "operators", "algorithms", "autodiff", *_BASE},
+    "integrations": {
+        *("integrations", "training", "operators", "risk", "losses", "autodiff"),
+        *_BASE,
+    },
 }
 
 

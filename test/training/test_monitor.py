@@ -113,9 +113,7 @@ def train(data: Callable[[], Any] | None, fails: bool = False) -> list[Any]:
     return [[x.tolist() for x in tensors], flags(model), random_numbers()]
 
 
-@pytest.mark.parametrize(
-    ("source", "fails"), [("list", False), ("loader", False), ("list", True)]
-)
+@pytest.mark.parametrize(("source", "fails"), [("list", False), ("loader", False), ("list", True)])
 def test_the_run_is_the_same_with_a_monitor(source: str, fails: bool):
     assert train(SOURCES[source], fails) == train(None)
 
