@@ -1,4 +1,4 @@
-"""The callback of Hugging Face's Trainer measures the model's matrix, and leaves the run as it is."""
+"""The Trainer's callback measures the model's matrix, and leaves the run as it is."""
 
 import csv
 from pathlib import Path
