@@ -10,6 +10,7 @@ from curvlinops.algorithms.eigsh import eigsh
 from curvlinops.algorithms.xtrace import xtrace
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count
 from curvlinops.training.eval_mode import eval_mode
 
@@ -52,7 +53,8 @@ class CurvatureMonitor:
         seed: Seeds the random vectors.
 
     Raises:
-        TypeError: If ``A`` is no symmetric operator on data.
+        TypeError: If ``A`` is no symmetric operator on data, or one of KFAC, whose factors do not
+            follow the model.
         ValueError: If a number is out of range.
 
     Example:
@@ -81,10 +83,11 @@ class CurvatureMonitor:
         tol: float = 1e-2,
         seed: int = 0,
     ):
-        if not (isinstance(A, DataLinearOperator) and A.self_adjoint):
+        is_snapshot = isinstance(A, KroneckerFactoredLinearOperator)
+        if not isinstance(A, DataLinearOperator) or not A.self_adjoint or is_snapshot:
             raise TypeError(
-                "A must be a symmetric operator on data, such as a HessianLinearOperator or a "
-                f"GGNLinearOperator, got {type(A).__name__}."
+                "A must be a symmetric operator on data that follows the model, such as a "
+                f"HessianLinearOperator or a GGNLinearOperator, got {type(A).__name__}."
             )
         self.operator, self.writer, self.by, self.tol, self.seed = A, writer, by, tol, seed
         self.path = None if path is None else Path(path)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from training_runs import CE, batches, flags, in_eval_mode, network, random_numbers
 
-from curvlinops import GGNLinearOperator, HessianLinearOperator, JacobianLinearOperator
+from curvlinops import (
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+)
 from curvlinops.training import CurvatureMonitor
 
 
@@ -163,25 +168,28 @@ def test_the_largest_eigenvalue_comes_first_and_follows_the_model():
                 x.mul_(1.5)
 
 
-BAD = {
-    "symmetric operator": (TypeError, lambda m: CurvatureMonitor(m, every=2), False),
-    "every must be": (ValueError, lambda A: CurvatureMonitor(A, every=0), True),
-    "k must be": (ValueError, lambda A: CurvatureMonitor(A, k=0), True),
-    "num_matvecs must be": (ValueError, lambda A: CurvatureMonitor(A, num_matvecs=-1), True),
-    "by must be": (ValueError, lambda A: CurvatureMonitor(A, by="layer").log(0), True),
-    "symmetric operator on data": (
+BAD: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "got Sequential": (TypeError, lambda A: CurvatureMonitor(A.model_func)),
+    "got JacobianLinearOperator": (
         TypeError,
         lambda A: CurvatureMonitor(JacobianLinearOperator(A.model_func, A.params, A.data)),
-        True,
     ),
+    "that follows the model, .* got KFACLinearOperator": (
+        TypeError,
+        lambda A: CurvatureMonitor(KFACLinearOperator(A.model_func, CE, A.params, A.data)),
+    ),
+    "every must be": (ValueError, lambda A: CurvatureMonitor(A, every=0)),
+    "k must be": (ValueError, lambda A: CurvatureMonitor(A, k=0)),
+    "num_matvecs must be": (ValueError, lambda A: CurvatureMonitor(A, num_matvecs=-1)),
+    "by must be": (ValueError, lambda A: CurvatureMonitor(A, by="layer").log(0)),
 }
 
 
 @pytest.mark.parametrize("words", BAD)
 def test_wrong_arguments_are_refused(words: str):
-    kind, build, needs_operator = BAD[words]
+    kind, build = BAD[words]
     model = network().eval()
     A = GGNLinearOperator(model, CE, list(model.parameters()), batches(4))
     with pytest.raises(kind, match=words):
-        build(A if needs_operator else model)
+        build(A)
     assert not any(flags(model))
