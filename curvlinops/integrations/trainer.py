@@ -21,7 +21,7 @@ class CurvatureCallback(TrainerCallback):
 
     It measures before the first step and every few steps after. The numbers also go to
     ``trainer.state.log_history``, with the names ``curvature/sharpness``, and so on. With several
-    processes, the first one measures. Models that are sharded over processes are refused.
+    processes, all measure, and the first one writes.
 
     Args:
         loader: The batches of which the curvature is, as in ``problem``: dictionaries, with labels.
@@ -29,12 +29,13 @@ class CurvatureCallback(TrainerCallback):
         path: A CSV file, see ``CurvatureMonitor``.
         writer: TensorBoard's writer, see ``CurvatureMonitor``.
         operator: The class of the matrix, such as ``GGNLinearOperator``, or another function of
-            model, loss, parameters and data that returns one.
+            model, loss, parameters and data that returns one. Models that are sharded over
+            processes need one with a ``process_group``.
         task: The task of the model, as in ``problem``.
         **options: Further options of ``CurvatureMonitor``.
 
     Raises:
-        ValueError: At the begin of the training, if model and batches make no ``problem``.
+        ValueError: At the beginning of the training, if model and batches make no ``problem``.
     """
 
     def __init__(
@@ -53,16 +54,15 @@ class CurvatureCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any):
         """Build the operator, and measure."""
-        if state.is_world_process_zero:
-            with eval_mode(model):
-                A = self.operator(*problem(model, self.loader, self.task))
-            self.monitor = CurvatureMonitor(A, *self.outputs, **self.options)
-            self._log(state)
+        with eval_mode(model):
+            A = self.operator(*problem(model, self.loader, self.task))
+        outputs = self.outputs if state.is_world_process_zero else ()
+        self.monitor = CurvatureMonitor(A, *outputs, **self.options)
+        self._log(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any):
         """Measure, if it is time."""
-        if state.is_world_process_zero:
-            self._log(state)
+        self._log(state)
 
     def _log(self, state: Any) -> None:
         """Measure, if it is time, and add the numbers to the trainer's history."""

@@ -46,7 +46,7 @@ class CurvatureMonitor:
             a ``torch.utils.tensorboard.SummaryWriter``, or an object of yours.
         every: The number of steps from one measurement to the next.
         k: The number of eigenvalues, for the matrix and for each layer.
-        num_matvecs: The number of products for each trace. Zero: no traces.
+        num_matvecs: The number of products for each trace, at least six. Zero: no traces.
         by: The layers, as in ``by_layer``: ``"module"``, ``"parameter"``, or a dictionary from
             labels to names and globs. Default: no layers.
         tol: The largest residual of an eigenpair, relative to the eigenvalue.
