@@ -99,8 +99,9 @@ class KFACPreconditioner:
             y: Its targets.
 
         Raises:
-            ValueError: If a gradient is not finite, a parameter of ``K`` has no Kronecker product
-                (leave it out of the parameters of ``K``), or ``K`` is singular and not damped.
+            ValueError: If a gradient is not finite, or ``K`` is singular and not damped.
+            NotImplementedError: If a parameter of ``K`` has no Kronecker product: build ``K``
+                without it, or with a ``fallback``.
         """
         if self.num_steps % self.update_every == 0:
             with eval_mode(self.K.model_func):

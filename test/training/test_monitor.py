@@ -156,7 +156,7 @@ def test_numbers_are_written(tmp_path: Path):
     assert len(rows(path)) == 3
 
 
-def test_the_largest_eigenvalue_comes_first_and_follows_the_model():
+def test_measurements_follow_the_model():
     model, data = network(), batches(6)
     monitor = CurvatureMonitor(operator(HessianLinearOperator, model, data), tol=1e-8)
     for _ in range(2):
