@@ -1,1 +1,1 @@
-"""Problems from models of other packages, none of which is imported."""
+"""Problems from models of other packages, and callbacks for their training loops."""

@@ -47,6 +47,7 @@ from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
+from curvlinops.training import KFACPreconditioner
 
 CHECKS, check = registry()
 
@@ -540,6 +541,36 @@ def wrapped_models() -> None:
     torch.testing.assert_close(
         matrix(both("hessian", p)[0]), matrix(both("hessian", classifier())[1])
     )
+
+
+@check()
+def training_of_replicas() -> None:
+    """Preconditioned replicas stay equal, and have the run of one process."""
+
+    def run(num: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        data = [(torch.randn(8, 5).double(), torch.randint(3, (8,))) for _ in range(5)]
+        data = [(X[rank() % num :: num], y[rank() % num :: num]) for X, y in data]
+        if num > 1:
+            model = nn.parallel.DistributedDataParallel(model)
+        loss, params = nn.CrossEntropyLoss(), list(model.parameters())
+        processes = group() if num > 1 else None
+        K = KFACLinearOperator(
+            model, loss, params, data[:1], fisher_type="type-2", process_group=processes
+        )
+        optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        preconditioner = KFACPreconditioner(K, optimizer, update_every=2, invert_every=2)
+        for X, y in data:
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            preconditioner.step(X, y)
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in params])
+
+    together = run(2)
+    assert_same_everywhere(together)
+    assert error(together, run(1)) <= 1e-12
 
 
 @check()

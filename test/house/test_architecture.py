@@ -26,7 +26,11 @@ ALLOWED = {
         *_BASE,
     },
     "landscape": {"landscape", "operators", "algorithms", "risk", "autodiff", *_BASE},
-    "integrations": {"integrations", "risk", "losses", "autodiff", *_BASE},
+    "training": {"training", "landscape", "operators", "algorithms", "autodiff", *_BASE},
+    "integrations": {
+        *("integrations", "training", "operators", "risk", "losses", "autodiff"),
+        *_BASE,
+    },
 }
 
 

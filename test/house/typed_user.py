@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvlinops as c
-from curvlinops import kfac_utils
+from curvlinops import kfac_utils, training
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.algorithms.spectrum import SpectralDensity
 
@@ -160,6 +160,14 @@ c.xdiag(H, 10, "gaussian")  # type: ignore[call-overload]
 c.lanczos_logdet(H, num_reps=2)  # type: ignore[call-overload]
 c.lanczos_approximate_spectrum(H, 20, points=10)  # type: ignore[call-overload]
 c.dottest(H, tests=2)  # type: ignore[call-arg]
+
+# --- training
+
+monitor = training.CurvatureMonitor(H, "log.csv", every=10, by={"all": "*"})
+assert_type(monitor.measure(), dict[str, float])
+training.CurvatureMonitor(H, evry=10)  # type: ignore[call-arg]
+preconditioner = training.KFACPreconditioner(K, torch.optim.SGD(params), 0.1, clip=None)
+training.KFACPreconditioner(EK, torch.optim.SGD(params), dampin=0.1)  # type: ignore[call-arg]
 
 # --- building blocks
 

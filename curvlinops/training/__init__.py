@@ -1,0 +1,6 @@
+"""What stands in a training loop, composed of public calls: nothing below imports it."""
+
+from curvlinops.training.kfac_preconditioner import KFACPreconditioner
+from curvlinops.training.monitor import CurvatureMonitor
+
+__all__ = ["CurvatureMonitor", "KFACPreconditioner"]
