@@ -20,6 +20,7 @@ READING_ORDER = (
     "sharpness_of_sgd",
     "resnet_training",
     "kfac",
+    "kronecker_fits",
     "kfac_optimizer",
     "preconditioned_cg",
     "laplace",
