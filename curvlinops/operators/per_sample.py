@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from curvlinops.linear_operator.sharded_space import GatheredColumns
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
-from curvlinops.operators.origin import identity_of, origin_of
+from curvlinops.operators.identity import identity_of, numbers_in
 from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
@@ -46,7 +45,7 @@ from curvlinops.operators.scores import LowRankColumns, ScoreFile, check_positio
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.support.arguments import check_choice, check_count
-from curvlinops.support.digest import checksum, digest
+from curvlinops.support.digest import checksum
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
@@ -127,7 +126,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         has_wanted = torch.zeros(len(lengths), dtype=torch.bool, device=device)
         has_wanted[torch.searchsorted(lengths.cumsum(0), wanted, right=True)] = True
         is_kept = has_wanted.repeat_interleave(lengths)
-        self._has_wanted, self._indices = has_wanted.tolist(), (is_kept.cumsum(0) - 1)[wanted]
+        self._has_wanted, self._wanted = has_wanted.tolist(), wanted
+        self._indices = (is_kept.cumsum(0) - 1)[wanted]
 
         def of(dim: int) -> ParameterSpace:
             return ParameterSpace.flat(dim, everything.dtype, device)
@@ -323,7 +323,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
             scores = self._multiply_columns(columns)[""].T
             return scores[:, 0] if is_vector else scores
-        settings = {} if out is None else self._score_settings(columns, per_position)
+        settings = {} if out is None else self._score_settings(columns, is_vector, per_position)
         file = None if out is None else ScoreFile(out, settings)
         first, num_rows = 0 if file is None else file.num_batches, self.shape[0]
         num_columns, like = shape_of(columns)
@@ -367,22 +367,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         is_own = (self._indices >= batch_rows.start) & (self._indices < batch_rows.stop)
         return is_own.nonzero()[:, 0], self._indices[is_own] - batch_rows.start
 
-    def _score_settings(self, columns: Mapping[str, Any], per_position: bool) -> dict[str, Any]:
-        """Return what scores depend on, as plain values."""
-        indices = None if self._indices is None else int(checksum(self._indices))
-        parts = (x[:2] if isinstance(x, LowRank) else [x] for x in columns.values())
-        tensors = list(chain.from_iterable(parts))
-        vectors = [(list(shape), x) for shape, _, x in digest(tensors)]
-        return {
-            "parameters": tuple(self.domain.shapes.items()),
-            "dtype": str(self.torch_dtype),
-            "loss": identity_of(self.risk.loss),
+    def _score_settings(
+        self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
+    ) -> dict[str, Any]:
+        """Return what scores depend on."""
+        options = {
             "number of rows": self.shape[0],
             "terms": self.terms,
-            "subsampling": indices,
+            "subsampling": None if self._indices is None else int(checksum(self._wanted)),
             "per_position": per_position,
-            "the vectors": vectors,
-        } | origin_of(self)
+            "one vector": is_vector,
+            **numbers_in(columns),
+        }
+        return identity_of(self, options)
 
     @in_default_modes
     def low_rank(self, P: Any, rank: int) -> LowRankColumns:

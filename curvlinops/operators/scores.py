@@ -1,10 +1,9 @@
 """Vectors of low rank, and files of scores, for inner products with gradients of samples."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
 from curvlinops.linear_operator.space import Columns
-from curvlinops.operators.origin import check_equal, plain
+from curvlinops.operators.identity import Identity, check_same
 from curvlinops.support.serialization import replacing
 
 #: The format of a file of scores. It changes when older files cannot be continued any more.
@@ -128,8 +127,8 @@ class ScoreFile:
         ValueError: If the file is of something else, or damaged.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]):
-        self.path, self._settings = Path(path), plain(dict(settings))
+    def __init__(self, path: str | Path, settings: Identity):
+        self.path, self._settings = Path(path), settings
         self._state, self.num_batches = self.path.with_name(f"{self.path.name}.json"), 0
         self._map: np.memmap | None = None
         if self.path.suffix != ".npy":
@@ -151,9 +150,10 @@ class ScoreFile:
         if not is_known:
             raise ValueError(f"{self._state} is of another version. Delete it.")
         try:
-            check_equal(f"file {self.path}", known["settings"], self._settings)
+            remedy = " Choose another path, or delete it."
+            check_same(f"file {self.path}", known["settings"], self._settings, remedy)
         except ValueError as error:
-            raise ValueError(f"{error} Choose another path, or delete it.") from error
+            raise ValueError(f"{error}") from error
         self.num_batches = known["num_batches"]
         if self.num_batches:
             try:

@@ -108,7 +108,10 @@ OTHERS = {
     "seed": ({"seed": 3}, "differs in seed"),
     "class": ({"cls": EKFACLinearOperator}, "differs in class"),
     "values": ({"values": 1.1}, "differs in the values of"),
-    "data": ({"data": slice(1, None)}, "differs in the first batch"),
+    "data": (
+        {"data": slice(1, None)},
+        "differs in the number of samples.*: it has 3",
+    ),
 }
 
 

@@ -341,13 +341,16 @@ def test_continued_files(tmp_path: Path):
     rows.scores(P, out=part)
     hook.remove()
     assert part.read_bytes() == whole.read_bytes()
-    assert len(calls) <= 2  # complete batches are not evaluated
+    assert len(calls) <= 3  # one for the identity, complete batches are not evaluated
 
 
 OTHERS = {
     "vectors": (lambda p, P: (p, P + 1), "differs in the vectors"),
     "values": (lambda p, P: (p.params[0].data.mul_(2), (p, P))[1], "differs in the values of"),
-    "data": (lambda p, P: (replace(p, data=p.data[::-1]), P), "differs in the first batch"),
+    "data": (
+        lambda p, P: (replace(p, data=p.data[::-1]), P),
+        "differs in the number of samples.*: it has 3",
+    ),
     "loss": (
         lambda p, P: (replace(p, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), P),
         "differs in loss",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 
 from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.identity import check_same
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.operators.kfac.storage import pack, unpack
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.operators.origin import check_equal, plain
 from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.base import FORMAT as STRUCTURED
 from curvlinops.structured.base import StructuredLinearOperator
@@ -87,7 +88,12 @@ class FactorDirectory:
         Raises:
             ValueError: If they differ, naming the first difference.
         """
-        check_equal(f"directory {self.path}", self._manifest["settings"], plain(settings))
+        check_same(f"directory {self.path}", self.settings, settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the factors depend on, as plain values."""
+        return self._manifest["settings"]
 
     def check_shared(self) -> None:
         """Refuse a directory that is not that of the first rank.
@@ -115,7 +121,7 @@ class FactorDirectory:
         """
         old = [block["file"] for block in self._blocks()]
         parts = [{"names": names} for names in parts]
-        self._manifest = {"format": FORMAT, "settings": plain(settings), "parts": parts}
+        self._manifest = {"format": FORMAT, "settings": settings, "parts": parts}
         with self._ranks.raise_on_all_ranks():
             if self._ranks.rank == 0:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ class FactorDirectory:
     def structure(self, device: torch.device) -> BlockDiagonalLinearOperator:
         """Return the approximation, on the parameters of the operator that computed the factors."""
         settings = self._manifest["settings"]
-        shapes = {name: tuple(shape) for name, shape in settings["parameters"]}
+        shapes = {n: tuple(settings[f"the shape of {n}"]) for n in settings["parameters"]}
         space = ParameterSpace(shapes, getattr(torch, settings["dtype"].split(".")[1]), device)
         options = Options(
             FisherType(settings["fisher_type"]),
@@ -183,7 +189,8 @@ class FactorDirectory:
                 path, restricted = self.path / block["file"], space.restricted(block["names"])
                 if not path.is_file():
                     raise ValueError(f"{path} is missing. Compute the factors anew.")
-                parts.append(unpack(read_state(path), self._identity, restricted, options, False))
+                check = partial(check_same, f"file {path}", self._identity)
+                parts.append(unpack(read_state(path), check, restricted, options, False))
         return FactorSums.beside(parts, space, options)
 
     @property

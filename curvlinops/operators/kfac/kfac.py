@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.operators.identity import Identity, check_identity, identity_of
 from curvlinops.operators.kfac import storage
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses, group_by_use
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
@@ -45,7 +46,6 @@ from curvlinops.operators.kfac.options import (
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.operators.origin import origin_of
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
@@ -54,6 +54,12 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count, check_flag
 from curvlinops.support.serialization import read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
+
+#: What to do about factors of another operator.
+_OTHERS = (
+    " Factors are read by an operator of the same options, model, loss and data. To use the matrix "
+    "with others, save K.structure or an inverse, and read it by curvlinops.load(path)."
+)
 
 P = ParamSpec("P")
 Operator = TypeVar("Operator")
@@ -225,11 +231,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return the directory with some of its parts complete, or none."""
         if self.directory is None:
             return None
-        settings = self._fingerprint() | {"mc_samples": self.mc_samples, "seed": self.seed}
-        settings |= origin_of(self)
-        # a loss without a name has an identity of its own in each process
-        settings = self.risk.ranks.gather_objects(settings)[0]
         directory = FactorDirectory(self.directory, self.risk.ranks)
+        drawn = {"mc_samples": self.mc_samples, "seed": self.seed}
+        settings = identity_of(self, storage.options_of(self) | drawn)
+        settings = self.risk.ranks.gather_objects(settings)[0]
         if not (resume and directory.parts):
             directory.begin(settings, self._parts())
         else:
@@ -467,7 +472,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 "Each process has a part of the factors, because of factor_placement='partition'. "
                 "To write them to files, build the operator with directory=."
             )
-        return storage.pack(self._factor_sums(), self._fingerprint())
+        return storage.pack(self._factor_sums(), identity_of(self, storage.options_of(self)))
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -480,11 +485,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._load(copies)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        sums = storage.unpack(state, self._fingerprint(), self.space, self._options)
-        self._set_sums(self._placed(sums))
+        self._set_sums(
+            self._placed(storage.unpack(state, self._check_same, self.space, self._options))
+        )
 
-    def _fingerprint(self) -> dict[str, Any]:
-        return storage.fingerprint(self, self._options.reduced)
+    def _check_same(self, other: Identity) -> None:
+        """Refuse what another operator has saved."""
+        check_identity("saved state", other, self, storage.options_of(self), _OTHERS)
 
     @classmethod
     def from_state_dict(
@@ -518,7 +525,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         if Path(path).is_dir():
             directory = FactorDirectory(path)
-            directory.check(self._fingerprint())
+            self._check_same(directory.settings)
             self._set_sums(self._placed(directory.read(self.space, self._options)))
         else:
             self._load(read_state(path))
