@@ -1,21 +1,32 @@
-"""Vectors of low rank, and files of scores, for inner products with gradients of samples."""
+"""Vectors of low rank, and scores in files, for inner products with gradients of samples."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
+from time import monotonic
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
 from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.identity import Identity, check_same
-from curvlinops.support.serialization import replacing
+from curvlinops.support.serialization import (
+    from_state,
+    read_parts,
+    recorded,
+    source_of,
+    to_state,
+    write_part,
+)
 
-#: The format of a file of scores. It changes when older files cannot be continued any more.
-_FORMAT = "scores 1"
+#: The format of files of scores. It changes when older files cannot be continued any more.
+_FORMAT = "scores 2"
+
+#: Scores are written after so many seconds. A process that is killed loses those since.
+SECONDS = 30.0
 
 
 class LowRankColumns:
@@ -110,90 +121,56 @@ def _truncated(column: Tensor, rank: int, scale: Tensor) -> tuple[Tensor | LowRa
     return kept, _norms(matrices - left @ right, scale)
 
 
-class ScoreFile:
-    """Scores in a NumPy file, which are written batch by batch.
+@recorded
+class ScorePart(NamedTuple):
+    """Scores in a file, ``[n, *]``, which of all wanted rows they are, and what they belong to."""
 
-    What they are scores of, and how many batches are complete, is in a file beside it. That is
-    replaced at once after each batch, so that a run that was killed can be continued.
+    identity: str
+    rows: Tensor
+    scores: Tensor
+
+
+class ScoreParts:
+    """A directory of scores, each file with those of some rows.
 
     Args:
-        path: The file; its name ends in ``.npy``.
-        settings: What the scores depend on, as plain values.
-
-    Attributes:
-        num_batches: The number of complete batches.
+        directory: The directory, which may not exist yet.
+        identity: What the scores belong to.
 
     Raises:
-        ValueError: If the file is of something else, or damaged.
+        ValueError: If this is the path of a file.
     """
 
-    def __init__(self, path: str | Path, settings: Identity):
-        self.path, self._settings = Path(path), settings
-        self._state, self.num_batches = self.path.with_name(f"{self.path.name}.json"), 0
-        self._map: np.memmap | None = None
-        if self.path.suffix != ".npy":
-            raise ValueError(f"out must be the path of a .npy file, got {self.path}.")
-        if self._state.is_file():
-            self._continue()
-        elif self.path.exists():
-            raise ValueError(
-                f"{self.path} exists, and was not written by scores(): there is no "
-                f"{self._state.name}. Choose another path, or delete it."
-            )
+    def __init__(self, directory: str | Path, identity: Identity):
+        self._directory, self._identity = Path(directory), identity
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._written = monotonic()
 
-    def _continue(self) -> None:
-        try:
-            known = json.loads(self._state.read_text())
-            is_known = known["format"] == _FORMAT
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self._state} is damaged: {error!r}. Delete it.") from error
-        if not is_known:
-            raise ValueError(f"{self._state} is of another version. Delete it.")
-        try:
-            remedy = " Choose another path, or delete it."
-            check_same(f"file {self.path}", known["settings"], self._settings, remedy)
-        except ValueError as error:
-            raise ValueError(f"{error}") from error
-        self.num_batches = known["num_batches"]
-        if self.num_batches:
-            try:
-                self._map = np.lib.format.open_memmap(self.path, "r+")
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"{self.path} is missing or damaged: {error}. Delete {self._state.name}, too."
-                ) from error
-
-    def write(self, rows: np.ndarray, scores: Tensor, num_rows: int, batch: int) -> None:
-        """Write the scores of a batch.
-
-        Args:
-            rows: The rows that they have in the file.
-            scores: The scores, ``[n, *]``.
-            num_rows: The number of rows of the file.
-            batch: The number of the batch. Earlier ones that were not written have no rows.
+    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows and scores that are there.
 
         Raises:
-            ValueError: If they have more positions than those of an earlier batch.
+            ValueError: If a file is damaged, or of something else.
         """
-        values = scores.detach().cpu().numpy()
-        shape = (num_rows, *values.shape[1:])
-        if self._map is None:
-            self._save()  # before the file, which then is no foreign one
-            self._map = np.lib.format.open_memmap(self.path, "w+", values.dtype, shape)
-        check_positions(self._map.shape[1:], shape[1:], batch)
-        self._map[rows] = values
-        self._map.flush()
-        self.num_batches = batch + 1
-        self._save()
+        remedy = " Choose another directory, or move the file away."
+        for state in read_parts(self._directory):
+            part = from_state(state, _FORMAT, ScorePart, torch.device("cpu"))
+            check_same(source_of(state), json.loads(part.identity), self._identity, remedy)
+            yield part.rows, part.scores
 
-    def result(self) -> np.memmap:
-        """Return all scores, which are read from the file when they are used."""
-        return np.load(self.path, mmap_mode="r")
+    def add(self, rows: Tensor, scores: Tensor) -> None:
+        """Add scores, and write them together with others before if there was none for a while."""
+        self._new.append((rows.cpu(), scores.detach().cpu()))
+        if monotonic() - self._written >= SECONDS:
+            self.write()
 
-    def _save(self) -> None:
-        state = {"format": _FORMAT, "settings": self._settings, "num_batches": self.num_batches}
-        with replacing(self._state) as file:
-            file.write_text(json.dumps(state, indent=1))
+    def write(self) -> None:
+        """Write the scores that were added to a new file."""
+        if self._new:
+            rows, scores = (torch.cat(x) for x in zip(*self._new, strict=True))
+            part = ScorePart(json.dumps(self._identity), rows, scores)
+            write_part(to_state(part, _FORMAT), self._directory)
+            self._new, self._written = [], monotonic()
 
 
 def check_positions(first: Sequence[int], shape: Sequence[int], batch: int) -> None:

@@ -130,9 +130,6 @@ FACTORED = {
     "fallback": "error",
     "exact": False,
     "max_factor_size": 16384,
-    "module_partitions": 1,
-    "directory": None,
-    "resume": True,
     "factor_placement": "replicate",
 }
 JACOBIANS = {c.JacobianLinearOperator, c.TransposedJacobianLinearOperator}

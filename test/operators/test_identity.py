@@ -12,7 +12,7 @@ import torch
 from models import Using
 from torch import Tensor, nn
 
-from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator, write_factors
 from curvlinops.support.rng import GeneratorStates
 
 
@@ -126,6 +126,12 @@ def by_file(one: World, two: World, folder: Path) -> Any:
     return K.trace()
 
 
+def by_parts(one: World, two: World, folder: Path) -> Any:
+    for world in (one, two):
+        K = write_factors(world.build(KFACLinearOperator), folder / "factors", parts=2)
+    return K.trace()
+
+
 def by_merging(one: World, two: World, folder: Path) -> Any:
     K = two.build(KFACLinearOperator)
     K.merge(one.build(KFACLinearOperator))
@@ -135,12 +141,12 @@ def by_merging(one: World, two: World, folder: Path) -> Any:
 def by_scores(one: World, two: World, folder: Path) -> Any:
     for world in (one, two):
         found = world.build(PerSampleGradientLinearOperator).scores(
-            world.columns, out=folder / "scores.npy"
+            world.columns, out=folder / "scores"
         )
     return torch.tensor(np.asarray(found))
 
 
-WAYS = {"file": by_file, "merge": by_merging, "scores": by_scores}
+WAYS = {"file": by_file, "parts": by_parts, "merge": by_merging, "scores": by_scores}
 
 
 @pytest.mark.parametrize("way", WAYS)
