@@ -817,7 +817,7 @@ def directories() -> None:
     with fails(ValueError, "not the directory of the first process", on=1):
         curvlinops.write_factors(K, folder)
     folder.mkdir(exist_ok=True)
-    with fails(ValueError, "all processes must have the same directory", on=1):
+    with fails(ValueError, "All processes must have the same directory", on=1):
         curvlinops.write_factors(K, folder)
     folder = Path("shared")
     curvlinops.write_factors(K, folder)

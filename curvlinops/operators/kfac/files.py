@@ -1,5 +1,6 @@
 """Factors in files: they are computed part by part, written, and mapped to memory."""
 
+import json
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -14,20 +15,16 @@ from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
-from curvlinops.operators.kfac.storage import (
-    OTHER_PART,
-    joined,
-    names_in,
-    options_of,
-    pack,
-    parts_in,
-)
+from curvlinops.operators.kfac.storage import joined, options_of, pack, unpack
 from curvlinops.structured.base import FORMAT as STRUCTURED
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import as_device, check_count
-from curvlinops.support.serialization import from_state, read_state, write_part
+from curvlinops.support.serialization import from_state, read_parts, read_state, write_part
 from curvlinops.support.torch_modes import in_default_modes
+
+#: What to do about a directory of another operator.
+_OTHERS = " Choose another directory, or move the file away."
 
 
 @in_default_modes
@@ -62,8 +59,13 @@ def write_factors(
     with ranks.sending():
         identity = identity_of(operator, options_of(operator))
     identity = ranks.gather_objects(identity)[0]
+
+    def check(source: str, other: Identity) -> None:
+        check_same(source, other, identity, _OTHERS)
+
     with ranks.sending():
-        there = names_in(path, identity) if ranks.rank == 0 else set()
+        states = read_parts(path) if ranks.rank == 0 else ()
+        there = {x for part in unpack(states, check, torch.device("cpu")) for x in part.names}
         if ranks.rank == 0 and not there.issuperset(operator.space.names):
             path.mkdir(parents=True, exist_ok=True)
     there = ranks.gather_objects(there)[0]
@@ -138,30 +140,24 @@ def load(
 
 def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
     """Return the approximation, on the parameters of the operator that computed the factors."""
-    first: Identity = {}
-
-    def check(source: str, identity: Identity) -> None:
-        if not first:
-            first.update(identity)
-        check_same(source, identity, first, OTHER_PART)
-
-    parts = parts_in(path, check, device)
+    parts = unpack(read_parts(path), lambda source, identity: None, device)
     if not parts:
         raise ValueError(
-            f"{path} has no factors. Compute them by write_factors; all processes must have the "
-            "same directory."
+            f"The directory {path} has no factors. Compute them by write_factors. All processes "
+            "must have the same directory."
         )
-    shapes = {name: tuple(first[f"the shape of {name}"]) for name in first["parameters"]}
-    space = ParameterSpace(shapes, getattr(torch, first["dtype"].split(".")[1]), device)
+    facts = json.loads(parts[0].identity)
+    shapes = {name: tuple(facts[f"the shape of {name}"]) for name in facts["parameters"]}
+    space = ParameterSpace(shapes, getattr(torch, facts["dtype"].split(".")[1]), device)
     options = Options(
-        FisherType(first["fisher_type"]),
-        first.get("mc_samples", 1),
-        first.get("seed", 0),
-        first["exact"],
-        frozenset(first["reduced"]),
-        not first["separate_weight_and_bias"],
-        Fallback(first["fallback"]),
-        first["max_factor_size"],
+        FisherType(facts["fisher_type"]),
+        facts.get("mc_samples", 1),
+        facts.get("seed", 0),
+        facts["exact"],
+        frozenset(facts["reduced"]),
+        not facts["separate_weight_and_bias"],
+        Fallback(facts["fallback"]),
+        facts["max_factor_size"],
     )
-    sums = joined(path, parts, space, options)
+    sums = joined(f"directory {path}", parts, space, options)
     return assemble(with_matrices(sums), sums)

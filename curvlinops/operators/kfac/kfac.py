@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.operators.identity import Identity, check_identity, check_same, identity_of
+from curvlinops.operators.identity import Identity, check_identity, identity_of
 from curvlinops.operators.kfac import storage
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Uses
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
@@ -49,7 +49,7 @@ from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_choice, check_count
-from curvlinops.support.serialization import read_state, write_state
+from curvlinops.support.serialization import read_parts, read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 #: What to do about factors of another operator.
@@ -409,15 +409,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             ValueError: If these are of other parameters, options, or another loss.
         """
         copies = {n: x.clone() if isinstance(x, Tensor) else x for n, x in state_dict.items()}
-        self._load(copies)
+        self._load([copies])
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        sums = storage.unpack(state, self._check_same, self.space, self._options)
-        self._set_sums(self._placed(sums))
+    def _load(self, states: Iterable[Mapping[str, Any]], directory: Path | None = None) -> None:
+        is_mapped = directory is not None
 
-    def _check_same(self, source: str, other: Identity) -> None:
-        """Refuse what another operator has saved."""
-        check_identity(source, other, self, storage.options_of(self), _OTHERS)
+        def check(source: str, identity: Identity) -> None:
+            check_identity(source, identity, self, storage.options_of(self), _OTHERS)
+
+        parts = storage.unpack(states, check, self.device, check_numbers=not is_mapped)
+        source = f"directory {directory}" if is_mapped else "saved state"
+        sums = storage.joined(source, parts, self.space, self._options)
+        self._set_sums(self._placed(sums), is_mapped)
 
     @classmethod
     def from_state_dict(
@@ -452,21 +455,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 none.
         """
         path = Path(path)
-        if not path.is_dir():
-            self._load(read_state(path))
-            return
-        seen: list[Identity] = []
-
-        def check(source: str, other: Identity) -> None:
-            if seen:
-                check_same(source, other, seen[0], storage.OTHER_PART)
-            else:
-                self._check_same(source, other)
-                seen.append(other)
-
-        parts = storage.parts_in(path, check, self.device)
-        sums = storage.joined(path, parts, self.space, self._options)
-        self._set_sums(self._placed(sums), is_mapped=True)
+        if path.is_dir():
+            self._load(read_parts(path), directory=path)
+        else:
+            self._load([read_state(path)])
 
     # --- the structured matrix
 

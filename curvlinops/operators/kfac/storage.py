@@ -1,10 +1,8 @@
 """Saved factors: sums over data as plain tensors and metadata, of all parameters or in parts."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,6 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import (
     from_state,
-    read_parts,
     recorded,
     source_of,
     to_state,
@@ -29,7 +26,7 @@ FORMAT = "Kronecker factors 12"
 
 
 #: What to do about a file that does not belong to the others of its directory.
-OTHER_PART = (
+_OTHER_PART = (
     " The files of a directory must be of one computation: move those of others away, or choose "
     "another directory."
 )
@@ -75,85 +72,69 @@ Check = Callable[[str, Identity], None]
 
 
 def unpack(
-    state: Mapping[str, Any], check: Check, space: ParameterSpace, options: Options
-) -> FactorSums:
-    """Return the means of a saved state, which share its memory.
+    states: Iterable[Mapping[str, Any]],
+    check: Check,
+    device: torch.device | None,
+    check_numbers: bool = False,
+) -> list[Saved]:
+    """Return what several states have, which shares their memory; each parameter is in one of them.
 
     Args:
-        state: The result of ``pack``.
-        check: Refuses means of another operator.
-        space: The parameters.
-        options: The options of the approximation.
+        states: Results of ``pack`` by operators with one identity.
+        check: Refuses other identities.
+        device: Where tensors go.
+        check_numbers: Whether NaN and infinite values are refused, for which all are read. The
+            checksum of a file is that of the numbers that were written.
 
     Raises:
-        ValueError: If the state has other contents, or is damaged.
+        ValueError: If a state is damaged or foreign.
     """
-    saved = from_state(state, FORMAT, Saved, space.device)
-    check(source_of(state), json.loads(saved.identity))
-    return saved.sums(space, options)
-
-
-def parts_in(path: Path, check: Check, device: torch.device) -> list[Saved]:
-    """Return the means in the files of a directory; on the CPU they are read when they are used.
-
-    Args:
-        path: The directory.
-        check: Refuses means of another operator.
-        device: Where they go.
-
-    Raises:
-        ValueError: If a file is damaged or foreign.
-    """
-    parts: list[Saved] = []
-    for state in read_parts(path):
-        # the checksum is that of the numbers that were written
-        parts.append(from_state(state, FORMAT, Saved, device, check_numbers=False))
-        check(source_of(state), json.loads(parts[-1].identity))
+    found: list[Saved] = []
+    for state in states:
+        saved = from_state(state, FORMAT, Saved, device, check_numbers)
+        source, identity = source_of(state), json.loads(saved.identity)
+        if found:
+            check_same(source, identity, json.loads(found[0].identity), _OTHER_PART)
+        else:
+            check(source, identity)
+        found.append(saved)
     needed, covered = [], set[str]()
-    for part in sorted(parts, key=lambda part: (-len(part.names), part.names)):
+    for part in sorted(found, key=lambda part: (-len(part.names), part.names)):
         if covered.issuperset(part.names):  # another process computed them, too
             continue
         if not covered.isdisjoint(part.names):
             raise ValueError(
-                f"Files in {path} have different factors of {', '.join(part.names)}, as other "
-                "versions of the package write them. Delete the directory, and compute them anew."
+                f"Several files have factors of {', '.join(part.names)}, together with those of "
+                "other parameters. Delete the directory, and compute them anew."
             )
         needed.append(part)
         covered.update(part.names)
     return needed
 
 
-def names_in(path: Path, identity: Identity) -> set[str]:
-    """Return the parameters whose factors are in a directory, which must have this identity."""
-    remedy = " Choose another directory, or move the file away."
-    check = partial(_check_same, identity, remedy)
-    return {name for part in parts_in(path, check, torch.device("cpu")) for name in part.names}
-
-
-def _check_same(this: Identity, remedy: str, source: str, other: Identity) -> None:
-    check_same(source, other, this, remedy)
-
-
 def joined(
-    path: Path, parts: Sequence[Saved], space: ParameterSpace, options: Options
+    source: str, parts: Sequence[Saved], space: ParameterSpace, options: Options
 ) -> FactorSums:
     """Return the means of all parameters.
+
+    Args:
+        source: Where the parts are, for messages.
+        parts: The parts.
+        space: The parameters.
+        options: The options of the approximation.
 
     Raises:
         ValueError: If some are missing, or the parts are of different data.
     """
-    order = {name: number for number, name in enumerate(space.names)}
-    if missing := order.keys() - {name for part in parts for name in part.names}:
+    there = {name for part in parts for name in part.names}
+    if missing := [name for name in space.names if name not in there]:
         raise ValueError(
-            f"{path} has factors of {len(order) - len(missing)} of {len(order)} parameters; "
-            f"{min(missing, key=order.get)!r} is missing. Continue their computation by "
-            "write_factors; all processes must have the same directory."
+            f"The {source} has factors of {len(there)} of {len(space.names)} parameters; "
+            f"{missing[0]!r} is missing. Continue their computation by write_factors. All "
+            "processes must have the same directory."
         )
-    parts = sorted(parts, key=lambda part: order[part.names[0]])
-    try:
-        return FactorSums.beside([part.sums(space, options) for part in parts], space, options)
-    except ValueError as error:
-        raise ValueError(f"{error} Delete {path}, and compute all factors anew.") from error
+    parts = sorted(parts, key=lambda part: space.names.index(part.names[0]))
+    return FactorSums.beside([part.sums(space, options) for part in parts], space, options)
 
 
 #: The options that sums depend on, beside the treatment of positions, and what is drawn.

@@ -159,7 +159,8 @@ class FactorSums:
         if len(seen) > 1:
             raise ValueError(
                 "The data was not the same in all passes for parts of the factors: numbers of "
-                f"batches and weights were {sorted(seen)}. Give the same data in each pass."
+                f"batches and weights were {sorted(seen)}. Delete the directory, and give the same "
+                "data in each pass."
             )
         all_of.blocks = plan_blocks(all_of.uses, space.shapes, options)
         return all_of
