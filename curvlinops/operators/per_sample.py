@@ -1,7 +1,7 @@
 """Gradients of single samples."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from curvlinops.operators.sample_rows import (
     rows_of,
     shape_of,
 )
-from curvlinops.operators.scores import LowRankColumns, ScoreParts, check_positions
+from curvlinops.operators.scores import LowRankColumns, ScoreTable
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.support.arguments import check_choice, check_count
@@ -331,35 +331,21 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
             scores = self._multiply_columns(columns)[""].T
             return scores[:, 0] if is_vector else scores
-        store = None
-        if out is not None:
-            store = ScoreParts(out, self._score_identity(columns, is_vector, per_position))
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
-        found: Tensor | None = None
-        done = torch.zeros(self.shape[0], dtype=torch.bool, device=self.device)
-
-        def add(rows: Tensor, scores: Tensor, batch: int) -> Tensor:
-            all_scores = scores.new_zeros(len(done), *scores.shape[1:]) if found is None else found
-            check_positions(all_scores.shape[1:], scores.shape[1:], batch)
-            all_scores[rows], done[rows] = scores, True
-            return all_scores
-
-        for rows, scores in () if store is None else store.read():
-            found = add(rows.to(self.device), scores.to(like), 0)
+        identity = None
+        if out is not None:
+            out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
         vectors = columns if is_whole else self.risk.whole(columns)
-        with self.risk.sharing({} if is_whole else columns, {}), ExitStack() as stack:
-            if store is not None:
-                stack.callback(store.write)  # also after Ctrl-C
-            for number, batch_rows, scores in self._products(vectors, per_position, done):
+        table = ScoreTable(self.shape[0], like, out, identity)
+        with self.risk.sharing({} if is_whole else columns, {}), table:
+            for number, batch_rows, scores in self._products(vectors, per_position, table.done):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
                 scores = scores[..., 0] if is_vector else scores
                 self._check(scores)
-                found = add(chosen, scores, number)
-                if store is not None:
-                    store.add(chosen, scores)
-        found = empty if found is None else found
+                table.add(chosen, scores, number)
+        found = empty if table.scores is None else table.scores
         return found.cpu().numpy() if isinstance(P, np.ndarray) else found
 
     def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:

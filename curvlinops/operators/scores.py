@@ -1,7 +1,6 @@
 """Vectors of low rank, and scores in files, for inner products with gradients of samples."""
 
 import json
-from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from time import monotonic
@@ -130,57 +129,71 @@ class ScorePart(NamedTuple):
     scores: Tensor
 
 
-class ScoreParts:
-    """A directory of scores, each file with those of some rows.
+class ScoreTable:
+    """Scores of all wanted rows, perhaps with a directory of files that have some of them.
+
+    Inside of it as a context, scores are read from the directory and added to it.
 
     Args:
+        num_rows: The number of rows.
+        like: A tensor of the scores' dtype and device.
         directory: The directory, which may not exist yet.
         identity: What the scores belong to.
 
-    Raises:
-        ValueError: If this is the path of a file.
+    Attributes:
+        scores: The scores, ``[num_rows, *]``; ``None`` before there are any.
+        done: Which rows have scores.
     """
 
-    def __init__(self, directory: str | Path, identity: Identity):
-        self._directory, self._identity = Path(directory), identity
+    def __init__(
+        self, num_rows: int, like: Tensor, directory: Path | None, identity: Identity | None
+    ):
+        self._like, self._directory, self._identity = like, directory, identity
+        self.scores: Tensor | None = None
+        self.done = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
         self._new: list[tuple[Tensor, Tensor]] = []
         self._written = monotonic()
 
-    def read(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield rows and scores that are there.
-
-        Raises:
-            ValueError: If a file is damaged, or of something else.
-        """
+    def __enter__(self) -> "ScoreTable":
         remedy = " Choose another directory, or move the file away."
-        for state in read_parts(self._directory):
+        for state in () if self._directory is None else read_parts(self._directory):
             part = from_state(state, _FORMAT, ScorePart, torch.device("cpu"))
             check_same(source_of(state), json.loads(part.identity), self._identity, remedy)
-            yield part.rows, part.scores
+            self._fill(part.rows.to(self._like.device), part.scores.to(self._like), 0)
+        return self
 
-    def add(self, rows: Tensor, scores: Tensor) -> None:
-        """Add scores, and write them together with others before if there was none for a while."""
-        self._new.append((rows.cpu(), scores.detach().cpu()))
-        if monotonic() - self._written >= SECONDS:
-            self.write()
+    def __exit__(self, *_: object) -> None:
+        self._write()  # also after Ctrl-C
 
-    def write(self) -> None:
+    def add(self, rows: Tensor, scores: Tensor, batch: int) -> None:
+        """Add the scores of a batch, and write them if there was no file for a while.
+
+        Raises:
+            ValueError: If sequences have other lengths than in an earlier batch.
+            OSError: If files cannot be written.
+        """
+        self._fill(rows, scores, batch)
+        if self._directory is not None:
+            self._new.append((rows.cpu(), scores.detach().cpu()))
+            if monotonic() - self._written >= SECONDS:
+                self._write()
+
+    def _fill(self, rows: Tensor, scores: Tensor, batch: int) -> None:
+        shape = scores.shape[1:]
+        if self.scores is None:
+            self.scores = scores.new_zeros(len(self.done), *shape)
+        if self.scores.shape[1:] != shape:
+            raise ValueError(
+                f"Batch {batch} has sequences of {shape[0]} positions, earlier ones "
+                f"{self.scores.shape[1]}. For per_position=True, pad all batches to the same "
+                "length."
+            )
+        self.scores[rows], self.done[rows] = scores, True
+
+    def _write(self) -> None:
         """Write the scores that were added to a new file."""
         if self._new:
             rows, scores = (torch.cat(x) for x in zip(*self._new, strict=True))
             part = ScorePart(json.dumps(self._identity), rows, scores)
             write_part(to_state(part, _FORMAT), self._directory)
             self._new, self._written = [], monotonic()
-
-
-def check_positions(first: Sequence[int], shape: Sequence[int], batch: int) -> None:
-    """Refuse scores by position of batches whose sequences have other lengths.
-
-    Raises:
-        ValueError: If they have.
-    """
-    if tuple(first) != tuple(shape):
-        raise ValueError(
-            f"Batch {batch} has sequences of {shape[0]} positions, earlier ones {first[0]}. For "
-            "per_position=True, pad all batches to the same length."
-        )
