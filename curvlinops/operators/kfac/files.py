@@ -57,7 +57,8 @@ def write_factors(
         raise TypeError(f"Only KFAC and EKFAC have factors, got {type(operator).__name__}.")
     parts, path, ranks = check_count("parts", parts), Path(directory), operator.risk.ranks
     with ranks.sending():
-        identity = identity_of(operator, options_of(operator))
+        options = options_of(operator) | {"number of batches": operator.risk.data.length}
+        identity = identity_of(operator, options)
     identity = ranks.gather_objects(identity)[0]
 
     def check(source: str, other: Identity) -> None:
