@@ -47,8 +47,8 @@ from curvlinops.operators.jacobian import (
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
-from curvlinops.operators.kfac.directory import load
 from curvlinops.operators.kfac.ekfac import EKFACLinearOperator
+from curvlinops.operators.kfac.files import load, write_factors
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
 from curvlinops.operators.kfac.options import FisherType, FitType, KFACType
@@ -128,6 +128,7 @@ __all__ = [
     "select_parameters",
     "to_plain",
     "trace_function",
+    "write_factors",
     "xdiag",
     "xnystrace",
     "xtrace",

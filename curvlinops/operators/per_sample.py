@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from curvlinops.linear_operator.sharded_space import GatheredColumns
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
-from curvlinops.operators.origin import identity_of, origin_of
+from curvlinops.operators.identity import Identity, identity_of, numbers_in
 from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
@@ -42,11 +41,11 @@ from curvlinops.operators.sample_rows import (
     rows_of,
     shape_of,
 )
-from curvlinops.operators.scores import LowRankColumns, ScoreFile, check_positions
+from curvlinops.operators.scores import LowRankColumns, ScoreTable
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.support.arguments import check_choice, check_count
-from curvlinops.support.digest import checksum, digest
+from curvlinops.support.digest import checksum
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
@@ -127,7 +126,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         has_wanted = torch.zeros(len(lengths), dtype=torch.bool, device=device)
         has_wanted[torch.searchsorted(lengths.cumsum(0), wanted, right=True)] = True
         is_kept = has_wanted.repeat_interleave(lengths)
-        self._has_wanted, self._indices = has_wanted.tolist(), (is_kept.cumsum(0) - 1)[wanted]
+        self._has_wanted, self._wanted = has_wanted.tolist(), wanted
+        self._indices = (is_kept.cumsum(0) - 1)[wanted]
 
         def of(dim: int) -> ParameterSpace:
             return ParameterSpace.flat(dim, everything.dtype, device)
@@ -253,7 +253,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self,
         columns: Mapping[str, Tensor | LowRank],
         by_position: bool,
-        first: int,
+        done: Tensor,
     ) -> Iterator[tuple[int, slice, Tensor]]:
         """Yield the number of each batch with rows, its rows, and the products with columns.
 
@@ -262,14 +262,16 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         Args:
             columns: The columns by parameter, ``[K, *shape]``.
             by_position: Whether the positions of sequences are apart.
-            first: The number of batches that are left out at the beginning.
+            done: Which wanted rows are known. Batches that have no others are left out.
         """
         with self._batches("scores") as batches:
             slices = RowSlices(self._all.dim)
             for number, problem in enumerate(slices.of(batches)):
-                if number < first:
-                    slices.next(self._lengths[problem.batch.index])
-                    continue
+                if done.any():
+                    rows = slices.following(self._lengths[problem.batch.index])
+                    if bool(done[self._chosen_of(rows)[0]].all()):
+                        slices.next(rows.stop - rows.start)
+                        continue
                 if by_position:
                     scores = products_by_position(problem, columns, type(self).__name__)
                 else:
@@ -293,10 +295,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         Args:
             P: A vector ``[D]``, K vectors as columns ``[D, K]``, a list or dictionary of tensors
                 ``[*shape, K]``, or the result of ``low_rank``.
-            out: The path of a ``.npy`` file to which the scores are written batch by batch. It is
-                returned as a read-only array, mapped to memory. If a run is killed, the same call
-                continues it. Then parameters, buffers, vectors, options and the first batch must be
-                the same, which is checked.
+            out: A directory to which scores are written every half a minute, and at the end. If a
+                run is killed, the same call continues it: what is there is not computed again. It
+                must be of the same options, model, loss, vectors and first batch, which are
+                compared by numbers.
             per_position: Whether to return what each of a sequence's T positions adds,
                 ``[N, T, K]``: the inner products with the part of the gradient that goes through
                 the layers at this position. Their sum over positions is the sequence's score. Rows
@@ -309,9 +311,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             follows it to P, without ``out`` and ``per_position``.
 
         Raises:
-            ValueError: If P does not fit, ``out`` is the file of something else, or a layer does
-                not have the sequence's positions.
+            ValueError: If P does not fit, ``out`` has scores of something else or damaged files, or
+                a layer does not have the sequence's positions.
+            OSError: If files cannot be written.
         """
+        if out is not None and Path(out).suffix == ".npy":
+            raise ValueError(
+                f"out={str(out)!r} should be a directory, to which scores are written in parts. To "
+                "write one file of NumPy, call np.save(path, rows.scores(P))."
+            )
         columns, is_vector = self._read(P)
         is_whole = isinstance(P, LowRankColumns)
         if not is_whole:
@@ -323,31 +331,21 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
             scores = self._multiply_columns(columns)[""].T
             return scores[:, 0] if is_vector else scores
-        settings = {} if out is None else self._score_settings(columns, per_position)
-        file = None if out is None else ScoreFile(out, settings)
-        first, num_rows = 0 if file is None else file.num_batches, self.shape[0]
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
-        found: Tensor | None = None
+        identity = None
+        if out is not None:
+            out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
         vectors = columns if is_whole else self.risk.whole(columns)
-        with self.risk.sharing({} if is_whole else columns, {}):
-            for number, batch_rows, scores in self._products(vectors, per_position, first):
+        table = ScoreTable(self.shape[0], like, out, identity)
+        with self.risk.sharing({} if is_whole else columns, {}), table:
+            for number, batch_rows, scores in self._products(vectors, per_position, table.done):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
                 scores = scores[..., 0] if is_vector else scores
                 self._check(scores)
-                if file is not None:
-                    file.write(chosen.cpu().numpy(), scores, num_rows, number)
-                    continue
-                if found is None:
-                    found = scores.new_zeros(num_rows, *scores.shape[1:])
-                check_positions(found.shape[1:], scores.shape[1:], number)
-                found[chosen] = scores
-        if file is not None:
-            if not num_rows and not first:
-                file.write(np.arange(0), empty, 0, 0)
-            return file.result()
-        found = empty if found is None else found
+                table.add(chosen, scores, number)
+        found = empty if table.scores is None else table.scores
         return found.cpu().numpy() if isinstance(P, np.ndarray) else found
 
     def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:
@@ -367,22 +365,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         is_own = (self._indices >= batch_rows.start) & (self._indices < batch_rows.stop)
         return is_own.nonzero()[:, 0], self._indices[is_own] - batch_rows.start
 
-    def _score_settings(self, columns: Mapping[str, Any], per_position: bool) -> dict[str, Any]:
-        """Return what scores depend on, as plain values."""
-        indices = None if self._indices is None else int(checksum(self._indices))
-        parts = (x[:2] if isinstance(x, LowRank) else [x] for x in columns.values())
-        tensors = list(chain.from_iterable(parts))
-        vectors = [(list(shape), x) for shape, _, x in digest(tensors)]
-        return {
-            "parameters": tuple(self.domain.shapes.items()),
-            "dtype": str(self.torch_dtype),
-            "loss": identity_of(self.risk.loss),
+    def _score_identity(
+        self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
+    ) -> Identity:
+        """Return what scores depend on."""
+        options = {
             "number of rows": self.shape[0],
             "terms": self.terms,
-            "subsampling": indices,
+            "subsampling": None if self._indices is None else int(checksum(self._wanted)),
             "per_position": per_position,
-            "the vectors": vectors,
-        } | origin_of(self)
+            "one vector": is_vector,
+            **numbers_in(columns),
+        }
+        return identity_of(self, options)
 
     @in_default_modes
     def low_rank(self, P: Any, rank: int) -> LowRankColumns:

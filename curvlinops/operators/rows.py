@@ -253,13 +253,17 @@ class RowSlices:
                 "model have changed; build a new operator."
             )
 
+    def following(self, num_rows: int) -> slice:
+        """Return the next slice, and stay before it."""
+        return slice(self._start, self._start + num_rows)
+
     def next(self, num_rows: int) -> slice:
         """Return the slice of a batch's rows.
 
         Raises:
             RuntimeError: If there are more than at construction.
         """
-        rows = slice(self._start, self._start + num_rows)
+        rows = self.following(num_rows)
         if rows.stop > self._dim:
             raise RuntimeError(
                 f"The data has other batches than at construction, or the model other outputs: "

@@ -1,22 +1,31 @@
-"""Vectors of low rank, and files of scores, for inner products with gradients of samples."""
+"""Vectors of low rank, and scores in files, for inner products with gradients of samples."""
 
 import json
-from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
 from curvlinops.linear_operator.space import Columns
-from curvlinops.operators.origin import check_equal, plain
-from curvlinops.support.serialization import replacing
+from curvlinops.operators.identity import Identity, check_same
+from curvlinops.support.serialization import (
+    from_state,
+    read_parts,
+    recorded,
+    source_of,
+    to_state,
+    write_part,
+)
 
-#: The format of a file of scores. It changes when older files cannot be continued any more.
-_FORMAT = "scores 1"
+#: The format of files of scores. It changes when older files cannot be continued any more.
+_FORMAT = "scores 2"
+
+#: Scores are written after so many seconds. A process that is killed loses those since.
+SECONDS = 30.0
 
 
 class LowRankColumns:
@@ -111,99 +120,80 @@ def _truncated(column: Tensor, rank: int, scale: Tensor) -> tuple[Tensor | LowRa
     return kept, _norms(matrices - left @ right, scale)
 
 
-class ScoreFile:
-    """Scores in a NumPy file, which are written batch by batch.
+@recorded
+class ScorePart(NamedTuple):
+    """Scores in a file, ``[n, *]``, which of all wanted rows they are, and what they belong to."""
 
-    What they are scores of, and how many batches are complete, is in a file beside it. That is
-    replaced at once after each batch, so that a run that was killed can be continued.
+    identity: str
+    rows: Tensor
+    scores: Tensor
+
+
+class ScoreTable:
+    """Scores of all wanted rows, perhaps with a directory of files that have some of them.
+
+    Inside of it as a context, scores are read from the directory and added to it.
 
     Args:
-        path: The file; its name ends in ``.npy``.
-        settings: What the scores depend on, as plain values.
+        num_rows: The number of rows.
+        like: A tensor of the scores' dtype and device.
+        directory: The directory, which may not exist yet.
+        identity: What the scores belong to.
 
     Attributes:
-        num_batches: The number of complete batches.
-
-    Raises:
-        ValueError: If the file is of something else, or damaged.
+        scores: The scores, ``[num_rows, *]``; ``None`` before there are any.
+        done: Which rows have scores.
     """
 
-    def __init__(self, path: str | Path, settings: Mapping[str, Any]):
-        self.path, self._settings = Path(path), plain(dict(settings))
-        self._state, self.num_batches = self.path.with_name(f"{self.path.name}.json"), 0
-        self._map: np.memmap | None = None
-        if self.path.suffix != ".npy":
-            raise ValueError(f"out must be the path of a .npy file, got {self.path}.")
-        if self._state.is_file():
-            self._continue()
-        elif self.path.exists():
-            raise ValueError(
-                f"{self.path} exists, and was not written by scores(): there is no "
-                f"{self._state.name}. Choose another path, or delete it."
-            )
+    def __init__(
+        self, num_rows: int, like: Tensor, directory: Path | None, identity: Identity | None
+    ):
+        self._like, self._directory, self._identity = like, directory, identity
+        self.scores: Tensor | None = None
+        self.done = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._written = monotonic()
 
-    def _continue(self) -> None:
-        try:
-            known = json.loads(self._state.read_text())
-            is_known = known["format"] == _FORMAT
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{self._state} is damaged: {error!r}. Delete it.") from error
-        if not is_known:
-            raise ValueError(f"{self._state} is of another version. Delete it.")
-        try:
-            check_equal(f"file {self.path}", known["settings"], self._settings)
-        except ValueError as error:
-            raise ValueError(f"{error} Choose another path, or delete it.") from error
-        self.num_batches = known["num_batches"]
-        if self.num_batches:
-            try:
-                self._map = np.lib.format.open_memmap(self.path, "r+")
-            except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"{self.path} is missing or damaged: {error}. Delete {self._state.name}, too."
-                ) from error
+    def __enter__(self) -> "ScoreTable":
+        remedy = " Choose another directory, or move the file away."
+        for state in () if self._directory is None else read_parts(self._directory):
+            part = from_state(state, _FORMAT, ScorePart, torch.device("cpu"))
+            check_same(source_of(state), json.loads(part.identity), self._identity, remedy)
+            self._fill(part.rows.to(self._like.device), part.scores.to(self._like), 0)
+        return self
 
-    def write(self, rows: np.ndarray, scores: Tensor, num_rows: int, batch: int) -> None:
-        """Write the scores of a batch.
+    def __exit__(self, *_: object) -> None:
+        self._write()  # also after Ctrl-C
 
-        Args:
-            rows: The rows that they have in the file.
-            scores: The scores, ``[n, *]``.
-            num_rows: The number of rows of the file.
-            batch: The number of the batch. Earlier ones that were not written have no rows.
+    def add(self, rows: Tensor, scores: Tensor, batch: int) -> None:
+        """Add the scores of a batch, and write them if there was no file for a while.
 
         Raises:
-            ValueError: If they have more positions than those of an earlier batch.
+            ValueError: If sequences have other lengths than in an earlier batch.
+            OSError: If files cannot be written.
         """
-        values = scores.detach().cpu().numpy()
-        shape = (num_rows, *values.shape[1:])
-        if self._map is None:
-            self._save()  # before the file, which then is no foreign one
-            self._map = np.lib.format.open_memmap(self.path, "w+", values.dtype, shape)
-        check_positions(self._map.shape[1:], shape[1:], batch)
-        self._map[rows] = values
-        self._map.flush()
-        self.num_batches = batch + 1
-        self._save()
+        self._fill(rows, scores, batch)
+        if self._directory is not None:
+            self._new.append((rows.cpu(), scores.detach().cpu()))
+            if monotonic() - self._written >= SECONDS:
+                self._write()
 
-    def result(self) -> np.memmap:
-        """Return all scores, which are read from the file when they are used."""
-        return np.load(self.path, mmap_mode="r")
+    def _fill(self, rows: Tensor, scores: Tensor, batch: int) -> None:
+        shape = scores.shape[1:]
+        if self.scores is None:
+            self.scores = scores.new_zeros(len(self.done), *shape)
+        if self.scores.shape[1:] != shape:
+            raise ValueError(
+                f"Batch {batch} has sequences of {shape[0]} positions, earlier ones "
+                f"{self.scores.shape[1]}. For per_position=True, pad all batches to the same "
+                "length."
+            )
+        self.scores[rows], self.done[rows] = scores, True
 
-    def _save(self) -> None:
-        state = {"format": _FORMAT, "settings": self._settings, "num_batches": self.num_batches}
-        with replacing(self._state) as file:
-            file.write_text(json.dumps(state, indent=1))
-
-
-def check_positions(first: Sequence[int], shape: Sequence[int], batch: int) -> None:
-    """Refuse scores by position of batches whose sequences have other lengths.
-
-    Raises:
-        ValueError: If they have.
-    """
-    if tuple(first) != tuple(shape):
-        raise ValueError(
-            f"Batch {batch} has sequences of {shape[0]} positions, earlier ones {first[0]}. For "
-            "per_position=True, pad all batches to the same length."
-        )
+    def _write(self) -> None:
+        """Write the scores that were added to a new file."""
+        if self._new:
+            rows, scores = (torch.cat(x) for x in zip(*self._new, strict=True))
+            part = ScorePart(json.dumps(self._identity), rows, scores)
+            write_part(to_state(part, _FORMAT), self._directory)
+            self._new, self._written = [], monotonic()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.autodiff.scattering import stand_in
+from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import (
@@ -22,6 +23,7 @@ from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, seed_everything
+from curvlinops.support.sketch import sketch
 from curvlinops.support.torch_internals import modules_of
 
 _OTHER_DATA = (
@@ -148,7 +150,7 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
     that repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
     backward pass runs the user's code.
     """
-    states, sketches = GeneratorStates(), dict[str, Tensor]()
+    states, found = GeneratorStates(), dict[str, Tensor]()
     with problem.recording("once", is_summed=False) as (_, leaves, output):
         if problem.loss is None:
             result = output
@@ -160,25 +162,30 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
         nodes = list(graph_nodes(result))
         is_proved = states.are_current() and not problem.facts.hooks
         if problem.loss is not None and (not is_proved or custom_functions(nodes)):
-            sketches = _sketches(result, leaves)
-            problem.check_finite(result.detach(), sketches)
+            found = sketches(result, None, leaves)
+            problem.check_finite(result.detach(), found)
     operations = hash(tuple(node.name() for node in nodes))
-    return output.detach(), [result.detach(), *sketches.values()], operations
+    return output.detach(), [result.detach(), *found.values()], operations
 
 
-def _sketches(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return two numbers ``[2]`` of each tensor's gradient; one gradient is in memory at a time."""
-    sketches = {}
+def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
+    """Return the sketch of each tensor's gradient; one gradient is in memory at a time.
+
+    Args:
+        start: Where the backward pass begins. Its graph is freed.
+        cotangent: The vector that is propagated back; ``None`` for one.
+        leaves: The tensors.
+    """
+    found = {}
 
     def reduce(name: str, gradient: Tensor) -> Tensor:
-        mean = gradient.sum(dtype=torch.float64) / max(gradient.numel(), 1) ** 0.5
-        sketches[name] = torch.stack([double_norm(gradient), mean])
+        found[name] = sketch(gradient)
         return stand_in(gradient)
 
     for name, leaf in leaves.items():
         leaf.register_hook(partial(reduce, name))
-    vjp({"": loss}, {"": None}, leaves, retain=False)
-    return sketches
+    vjp({"": start}, {"": cotangent}, leaves, retain=False)
+    return found
 
 
 def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:

@@ -363,17 +363,29 @@ def _description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any
 
 def checksums_of(risk: Any) -> dict[str, int]:
     """Return checksums of parameters and buffers, frozen ones included, sharded ones not."""
-    params, sharded = risk.model.params, set(risk.model.sharded)
-    tensors = {name: x for name, x in params.items() if name not in sharded}
-    replaced = set(map(id, params.values()))
-    modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
-    for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
-        for name, x in module.state_dict(keep_vars=True).items():
-            is_local = isinstance(x, Tensor) and not isinstance(x, distributed_tensors())
-            is_dense = is_local and x.is_floating_point() and not x.is_sparse
-            if is_dense and id(x) not in replaced and name not in params:
-                tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
+    tensors = numbers_of(risk)
     if not tensors:
         return {}
     sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
     return dict(zip(tensors, sums.tolist(), strict=True))
+
+
+def numbers_of(risk: Any, sharded: bool = False) -> dict[str, Tensor]:
+    """Return parameters and buffers of model and loss, frozen ones included.
+
+    Args:
+        risk: The ``EmpiricalRisk``.
+        sharded: Whether to return sharded ones, too.
+    """
+    spread = () if sharded else distributed_tensors()
+    params = risk.model.params
+    tensors = {name: x for name, x in params.items() if not isinstance(x, spread)}
+    replaced = set(map(id, params.values()))
+    modules = [*risk.model.roots, getattr(risk.loss, "module", None)]
+    for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
+        for name, x in module.state_dict(keep_vars=True).items():
+            is_kept = isinstance(x, Tensor) and not isinstance(x, spread)
+            is_dense = is_kept and x.is_floating_point() and not x.is_sparse
+            if is_dense and id(x) not in replaced and name not in params:
+                tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
+    return tensors

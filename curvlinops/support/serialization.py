@@ -16,12 +16,14 @@ Tensors that share memory are written once. Equal descriptions of objects are re
 
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -87,24 +89,25 @@ def from_state(
     """
     if "metadata" not in state:
         raise ValueError("This is not the state of an operator: it has no metadata.")
+    source = f"The {source_of(state)}"
     try:
         metadata = json.loads(state["metadata"])
         is_format = metadata["format"] == format
         reader = _Reader(state, device, check_numbers)
         value = reader.read(metadata["content"]) if is_format else None
     except ValueError as error:
-        raise ValueError(f"The saved state is damaged: {error}") from error
+        raise ValueError(f"{source} is damaged: {error}") from error
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
-        raise ValueError(f"The saved state is damaged: {error!r}.") from error
+        raise ValueError(f"{source} is damaged: {error!r}.") from error
     if not is_format:
         raise ValueError(
-            f"The saved state has the format {metadata['format']!r}, this function reads "
-            f"{format!r}. Factors of KFAC and EKFAC are read by the method load(path) of an "
-            "operator with model, loss and data; structured operators, such as inverses, by "
-            "curvlinops.load(path)."
+            f"{source} has the format {metadata['format']!r}, this function reads {format!r}. "
+            "Factors of KFAC and EKFAC are read by the method load(path) of an operator with "
+            "model, loss and data; structured operators, such as inverses, by curvlinops.load(path)"
+            "; scores by the method scores(P, out=path) that wrote them."
         )
     if not isinstance(value, cls):
-        raise ValueError(f"The saved state is a {type(value).__name__}, no {cls.__name__}.")
+        raise ValueError(f"{source} has a {type(value).__name__}, no {cls.__name__}.")
     return value
 
 
@@ -191,9 +194,23 @@ class _Reader:
 
 # --- files
 
+#: What stands in place of the checksum while it is computed.
+_NO_CHECKSUM = "0" * 8
+_SUFFIX = ".safetensors"
+#: Where a state has the file from which it was read.
+_SOURCE = "source"
+
 
 def write_state(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a state to a safetensors file, which replaces an older one at once."""
+    """Write a state to a safetensors file with a checksum, which replaces an older one at once.
+
+    The older file of that path stays as it is for those who have mapped it to memory. A process
+    that is killed leaves the older file, and perhaps a part of the new one. Processes and threads
+    that write to one path at the same time each have a new file of their own.
+
+    Raises:
+        OSError: If there is no space, or the file cannot be written.
+    """
     tensors, memory = dict[str, Tensor](), set[int]()
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -202,40 +219,97 @@ def write_state(state: Mapping[str, Any], path: str | Path) -> None:
             if value.data_ptr() in memory or value.untyped_storage().nbytes() != value.nbytes:
                 tensors[name] = value.clone()
             memory.add(value.data_ptr())
-    with replacing(path) as new:
-        save_file(tensors, str(new), {"metadata": state["metadata"]})
-
-
-@contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield the name of a new file, which gets a path once it is complete.
-
-    The older file of that path stays as it is for those who have mapped it to memory. A process
-    that is killed leaves the older file, and perhaps a part of the new one. Processes and threads
-    that write to one path at the same time each have a new file of their own.
-    """
     path = Path(path)
     new = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    metadata = {"metadata": state["metadata"], "checksum": _NO_CHECKSUM}
     try:
-        yield new
+        save_file(tensors, str(new), metadata)
+        with new.open("r+b") as file:
+            place, checksum = _checksum(file)
+            file.seek(place)
+            file.write(checksum)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} cannot be written: {error}. Other files are as before. Make space, or choose "
+            "another place, and try again."
+        ) from error
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink()
 
 
-def read_state(path: str | Path) -> dict[str, Any]:
-    """Read a state from a safetensors file.
+def _checksum(file: BinaryIO) -> tuple[int, bytes]:
+    """Return the place of a file's checksum, and the checksum of the rest."""
+    start = file.read(8)
+    header = file.read(int.from_bytes(start, "little"))
+    found = re.search(b'"checksum":"(.{8})"', header)
+    place = 0 if found is None else found.start(1)  # none where it is damaged
+    rest = header[:place] + _NO_CHECKSUM.encode() + header[place + len(_NO_CHECKSUM) :]
+    number = crc32(start + rest)
+    while part := file.read(2**20):
+        number = crc32(part, number)
+    return len(start) + place, f"{number:08x}".encode()
+
+
+def read_state(path: str | Path, remedy: str = "Write it anew.") -> dict[str, Any]:
+    """Read a state from a safetensors file, which is mapped to memory.
+
+    Args:
+        path: The file.
+        remedy: What to do about a damaged file, for messages.
 
     Raises:
-        ValueError: If the file has no such state.
+        ValueError: If the file has no such state, or is damaged.
     """
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
-            if "metadata" in metadata:
-                return metadata | {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+            if not {"metadata", "checksum"} <= metadata.keys():
+                raise ValueError(
+                    f"The file {path} is not the state of an operator, or of an older version of "
+                    "this package. Choose another path."
+                )
+            with Path(path).open("rb") as numbers:
+                _, checksum = _checksum(numbers)
+            if checksum != metadata["checksum"].encode():
+                raise ValueError(f"The file {path} is damaged: its checksum differs. {remedy}")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(
-            f"{path} is not a safetensors file, such as save() writes, or it is incomplete."
+            f"The file {path} is not a safetensors file, such as save() writes, or it is "
+            f"incomplete. {remedy}"
         ) from error
-    raise ValueError(f"{path} is not the state of an operator of this package.")
+    return metadata | {_SOURCE: f"file {path}"} | tensors
+
+
+def source_of(state: Mapping[str, Any]) -> str:
+    """Return the file from which a state was read, for messages."""
+    return state.get(_SOURCE, "saved state")
+
+
+# --- directories of parts, which are written once and never changed
+
+
+def write_part(state: Mapping[str, Any], directory: Path) -> None:
+    """Write a state to a new file of a directory, under a name that no other file has.
+
+    Raises:
+        OSError: If there is no space, or the file cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    write_state(state, directory / f"{secrets.token_hex(8)}{_SUFFIX}")
+
+
+def read_parts(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the states in the files of a directory. Files of other kinds are left out.
+
+    Raises:
+        ValueError: If there is something else at this path, or a file is damaged.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file, expected a directory. Choose another path.")
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        yield read_state(path, "Delete it, and the call that wrote it computes it anew.")

@@ -156,5 +156,6 @@ class KFACPreconditioner:
         Raises:
             ValueError: If the factors are those of other parameters, options, or another loss.
         """
-        self.K.load_state_dict(state_dict["factors"])
+        with eval_mode(self.K.model_func):
+            self.K.load_state_dict(state_dict["factors"])
         self.num_steps, self._inverse = state_dict["num_steps"], None

@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator, write_factors
 from curvlinops.integrations.transformers import problem
 
 # Set CURVLINOPS_GALLERY=fast for a first look.
@@ -124,12 +124,8 @@ rows = PerSampleGradientLinearOperator(*arguments)
 query_rows = PerSampleGradientLinearOperator(*arguments[:3], problem(model, query_loader)[3])
 
 with TemporaryDirectory() as directory:
-    E = EKFACLinearOperator(
-        *arguments,
-        separate_weight_and_bias=False,
-        directory=directory,
-        module_partitions=2,
-    )
+    E = EKFACLinearOperator(*arguments, separate_weight_and_bias=False)
+    E = write_factors(E, directory, parts=2)
     damping = 0.01 * float(E.trace()) / E.shape[0]
     preconditioned = E.inverse(damping) @ query_rows.dense().T  # [D, queries]
 

@@ -741,7 +741,7 @@ def held(operator: Any) -> int:
 def partitioned(case: str, name: str, fisher: str) -> Callable[[], None]:
     def run() -> None:
         p = problems.make(name)
-        for options in ({}, {"separate_weight_and_bias": False, "module_partitions": 2}):
+        for options in ({}, {"separate_weight_and_bias": False}):
             options |= {"fisher_type": fisher, "fallback": "dense"}
             own, alone = both(case, p, factor_placement="partition", **options)
             expected = matrix(alone)
@@ -762,7 +762,7 @@ def partitioned(case: str, name: str, fisher: str) -> Callable[[], None]:
             assert error(own.eigvalsh(), alone.eigvalsh()) <= 1e-10
             draws = [A.sample(seed=0) for A in (own.damped(0.1), alone.damped(0.1))]
             assert error(*draws) <= 1e-9
-            with fails(ValueError, "build the operator with directory="):
+            with fails(ValueError, "call curvlinops.write_factors"):
                 own.save("nowhere")
 
     return run
@@ -838,11 +838,11 @@ def placement_on_files() -> None:
             options = {"factor_placement": placed, "fisher_type": "empirical"}
             other, alone = both(case, p, **options)
             expected = matrix(alone)
-            options |= {"directory": folder, "module_partitions": 2, "process_group": group()}
-            for _ in range(2):  # computed, then found
-                own = ALL[case].build(shard, **options)
-                assert error(matrix(own), expected) <= 1e-12
-            for loaded in (alone, other):
+            own = ALL[case].build(shard, process_group=group(), **options)
+            for num in (2, 1):  # computed, then found
+                written = curvlinops.write_factors(own, folder, num)
+                assert error(matrix(written), expected) <= 1e-12
+            for loaded in (alone, other, own):
                 loaded.load(folder)
                 assert error(matrix(loaded), expected) <= 1e-12
             assert error(matrix(curvlinops.load(folder)), expected) <= 1e-12
@@ -857,22 +857,23 @@ def directories() -> None:
         options = {"fisher_type": "empirical", "factor_placement": placed}
         alone = ALL["kfac"].build(unnamed, **options)
         shard = replace(unnamed, data=part(p.data))
-        options |= {"directory": f"unnamed-{placed}", "process_group": group()}
         for _ in range(2):  # computed, then found
-            own = ALL["kfac"].build(shard, **options)
-            assert error(own.trace(), alone.trace()) <= 1e-12
+            own = ALL["kfac"].build(shard, process_group=group(), **options)
+            written = curvlinops.write_factors(own, f"unnamed-{placed}", parts=2)
+            assert error(written.trace(), alone.trace()) <= 1e-12
+    K, _ = both("kfac", p)
     folder = Path(f"not shared {rank()}")
-    for begin in (folder.rmdir, lambda: (folder / "something").touch()):
-        folder.mkdir(exist_ok=True)
-        if rank() == 1 or begin == folder.rmdir:
-            begin()
-        K, _ = both("kfac", p, directory=folder)
-        for _ in range(2):  # begun, then found
-            with fails(ValueError, "not the directory of the first rank", on=1):
-                K.compute_kronecker_factors()
-    K, _ = both("kfac", p, directory="not everywhere" if rank() else None)
-    with fails(ValueError, "differ in operation"):
-        K.trace()
+    with fails(ValueError, "not the directory of the first process", on=1):
+        curvlinops.write_factors(K, folder)
+    folder.mkdir(exist_ok=True)
+    with fails(ValueError, "All processes must have the same directory", on=1):
+        curvlinops.write_factors(K, folder)
+    folder = Path("shared")
+    curvlinops.write_factors(K, folder)
+    if rank() == 0:
+        (folder / "x.safetensors").write_text("something")
+    with fails(ValueError, "incomplete.*Delete", on=0):
+        curvlinops.write_factors(K, folder)
 
 
 def errors_of_parts() -> None:

@@ -73,7 +73,7 @@ TESTS = {
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
         operators/per_sample operators/scores contract/memory""",
     "operators/kfac": """
-        kfac/module_factors kfac/kfac_directory kfac/kfac_inverse kfac/kfac_storage
+        kfac/module_factors kfac/kfac_files kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding kfac/fit kfac/distance""",
     "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
     "training": "training/monitor training/kfac_preconditioner",

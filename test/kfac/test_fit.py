@@ -12,7 +12,7 @@ from kfac_models import problem
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, KFACLinearOperator, load, write_factors
 
 FITS = ["frobenius", "kl", "shampoo"]
 MODELS = [
@@ -171,6 +171,9 @@ def test_saved(fit: str, tmp_path):
     other = build(p, fit)
     other.load(tmp_path / "factors.safetensors")
     assert torch.equal(matrix(other), matrix(operator))
+    read = write_factors(build(p, fit), tmp_path / "factors", parts=2)
+    assert error(matrix(read), matrix(operator)) <= 1e-12
+    assert torch.equal(matrix(load(tmp_path / "factors")), matrix(read))
     with pytest.raises(ValueError, match="fit"):
         build(p, "kfac").load(tmp_path / "factors.safetensors")
 

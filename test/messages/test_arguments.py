@@ -132,9 +132,6 @@ FACTORED = {
     "steps": 1,
     "exact": False,
     "max_factor_size": 16384,
-    "module_partitions": 1,
-    "directory": None,
-    "resume": True,
     "factor_placement": "replicate",
 }
 JACOBIANS = {c.JacobianLinearOperator, c.TransposedJacobianLinearOperator}

@@ -1,14 +1,8 @@
 """Inner products of the gradients of samples with vectors, against plain autograd."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +20,6 @@ from problems import Problem
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import curvlinops
 from curvlinops import PerSampleGradientLinearOperator
 from curvlinops.layers import gradients
 
@@ -57,7 +50,7 @@ def test_derivatives_with_respect_to_vectors(tmp_path: Path):
     weights = torch.randn(rows.shape[0], 3, dtype=torch.float64)
     (gradient,) = torch.autograd.grad((rows.scores(P) * weights).sum(), P)
     assert error(gradient, rows.dense().T @ weights) <= 1e-12
-    for options in ({"out": tmp_path / "scores.npy"}, {"per_position": True}):
+    for options in ({"out": tmp_path / "scores"}, {"per_position": True}):
         with pytest.raises(ValueError, match="not differentiable.*detach"):
             rows.scores(P, **options)
     with pytest.raises(ValueError, match="not differentiable.*detach"):
@@ -70,15 +63,14 @@ def test_batches_without_rows(tmp_path: Path):
     X, y = p.data[0]
     empty = X[:0], y[:0]
     rows = rows_of(replace(p, data=[empty, p.data[0], empty, p.data[1]]))
-    for out in (None, tmp_path / "scores.npy", tmp_path / "scores.npy"):
+    for out in (None, tmp_path / "scores", tmp_path / "scores"):
         scores = rows.scores(P, out=out, per_position=True)
-        scores = torch.tensor(scores) if isinstance(scores, np.ndarray) else scores
         torch.testing.assert_close(scores, whole)
     none = rows_of(p, subsampling=[])
     assert none.scores(P).shape == (0, 2)
     assert none.scores(P[:, 0]).shape == (0,)
     for _ in range(2):
-        assert none.scores(P, out=tmp_path / "none.npy").shape == (0, 2)
+        assert none.scores(P, out=tmp_path / "none").shape == (0, 2)
 
 
 def test_one_query_for_one_output(tmp_path: Path):
@@ -91,8 +83,8 @@ def test_one_query_for_one_output(tmp_path: Path):
     queries = (P[:, 1], P[:, 1:2], P.numpy()[:, 1])
     for number, (query, column) in enumerate(zip(queries, (1, slice(1, 2), 1), strict=True)):
         for _ in range(2):
-            found = rows.scores(query, out=tmp_path / f"{number}.npy")
-            assert error(torch.tensor(found), expected[:, column]) <= 1e-12
+            found = rows.scores(query, out=tmp_path / str(number))
+            assert error(torch.as_tensor(found), expected[:, column]) <= 1e-12
 
 
 def test_products_without_rules():
@@ -228,7 +220,7 @@ def test_layers_without_the_positions(part: dict[str, nn.Module], message: str):
 def test_sequences_of_other_lengths(tmp_path: Path):
     rows = rows_of(sequences(5, 4))
     P = vectors(rows, 1)
-    for out in (None, tmp_path / "scores.npy"):
+    for out in (None, tmp_path / "scores"):
         with pytest.raises(ValueError, match="Batch 1 has sequences of 4 positions.*pad all"):
             rows.scores(P, out=out, per_position=True)
     terms = rows_of(sequences(5, 5), terms="term")
@@ -295,24 +287,21 @@ def test_low_rank_of_small_vectors(size: float):
 
 
 def test_files(tmp_path: Path):
-    path = tmp_path / "scores.npy"
     p = problems.make("mlp-ce-mean")
     rows = rows_of(p)
-    P = vectors(rows, 3)
-    scores = rows.scores(P, out=path)
-    assert isinstance(scores, np.memmap)
-    expected = rows.scores(P)
-    assert torch.equal(torch.tensor(np.load(path)), expected)
-    before = path.read_bytes()
-    again = rows.scores(P, out=path)
-    assert np.array_equal(again, scores)
-    assert path.read_bytes() == before
-    chosen = rows_of(p, subsampling=[4, 0, 3]).scores(P, out=tmp_path / "chosen.npy")
-    assert np.allclose(chosen, expected[[4, 0, 3]])
-    low = rows.scores(rows.low_rank(P, 1), out=str(tmp_path / "low.npy"))
-    assert np.allclose(low, rows.scores(rows.low_rank(P, 1)))
-    vector = rows.scores(P[:, 0], out=tmp_path / "vector.npy")
-    assert np.allclose(vector, expected[:, 0])
+    P, low = vectors(rows, 3), rows.low_rank(vectors(rows, 3), 1)
+    chosen = rows_of(p, subsampling=[4, 0, 3])
+    cases = {"all": (rows, P), "NumPy": (rows, P.numpy()), "one": (rows, P[:, 0])}
+    cases |= {"low rank": (rows, low), "some": (chosen, P)}
+    for name, (of, columns) in cases.items():
+        expected = of.scores(columns)
+        for _ in range(2):  # computed, then found
+            found = of.scores(columns, out=str(tmp_path / name))
+            assert type(found) is type(expected)
+            assert error(torch.as_tensor(found), torch.as_tensor(expected)) <= 1e-14
+            assert len(list((tmp_path / name).iterdir())) == 1
+    with pytest.raises(ValueError, match="should be a directory.*np.save"):
+        rows.scores(P, out=tmp_path / "scores.npy")
 
 
 class Breaking(list):
@@ -328,103 +317,22 @@ class Breaking(list):
 
 
 def test_continued_files(tmp_path: Path):
+    """Also if samples are in other batches after the first one."""
     p = problems.make("mlp-ce-mean")
-    data = Breaking([*p.data, *p.data])
+    (X, y), data = p.data[1], Breaking([*p.data, *p.data])
     rows, calls = rows_of(replace(p, data=data)), []
-    P, whole, part = vectors(rows, 2), tmp_path / "whole.npy", tmp_path / "part.npy"
-    rows.scores(P, out=whole)
+    P = vectors(rows, 2)
+    expected = rows.scores(P)
     data.breaks = True
     with pytest.raises(KeyboardInterrupt):
-        rows.scores(P, out=part)
+        rows.scores(P, out=tmp_path)
     data.breaks = False
     hook = p.model.register_forward_hook(lambda *_: calls.append(1))
-    rows.scores(P, out=part)
+    found = rows.scores(P, out=tmp_path)
     hook.remove()
-    assert part.read_bytes() == whole.read_bytes()
-    assert len(calls) <= 2  # complete batches are not evaluated
-
-
-OTHERS = {
-    "vectors": (lambda p, P: (p, P + 1), "differs in the vectors"),
-    "values": (lambda p, P: (p.params[0].data.mul_(2), (p, P))[1], "differs in the values of"),
-    "data": (lambda p, P: (replace(p, data=p.data[::-1]), P), "differs in the first batch"),
-    "loss": (
-        lambda p, P: (replace(p, loss=nn.CrossEntropyLoss(label_smoothing=0.1)), P),
-        "differs in loss",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_files_of_something_else(name: str, tmp_path: Path):
-    path, p = tmp_path / "scores.npy", problems.make("mlp-ce-mean")
-    P = vectors(rows_of(p), 2)
-    rows_of(p).scores(P, out=path)
-    before = path.read_bytes()
-    change, message = OTHERS[name]
-    other, columns = change(p, P)
-    with pytest.raises(ValueError, match=f"{message}.*Choose another path, or delete it"):
-        rows_of(other).scores(columns, out=path)
-    assert path.read_bytes() == before
-
-
-def test_damaged_files(tmp_path: Path):
-    path, p = tmp_path / "scores.npy", problems.make("mlp-ce-mean")
-    rows = rows_of(p)
-    P, state = vectors(rows, 2), tmp_path / "scores.npy.json"
-    run = partial(rows.scores, P, out=path)
-    np.save(path, np.zeros(3))
-    with pytest.raises(ValueError, match="exists, and was not written by scores"):
-        run()
-    path.unlink()
-    run()
-    path.write_bytes(path.read_bytes()[:40])
-    with pytest.raises(ValueError, match="missing or damaged"):
-        run()
-    state.write_text("{")
-    with pytest.raises(ValueError, match="is damaged"):
-        run()
-    state.write_text(json.dumps({"format": "older"}))
-    with pytest.raises(ValueError, match="another version"):
-        run()
-    with pytest.raises(ValueError, match="path of a .npy file"):
-        rows.scores(P, out=tmp_path / "scores.bin")
-
-
-def main(path: str, when: int) -> None:
-    """Write scores, and die at the write of a state."""
-    from curvlinops.operators import scores
-
-    replacing, count = scores.replacing, [0]
-
-    def dying(file: Path):
-        count[0] += 1
-        if count[0] == when:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return replacing(file)
-
-    scores.replacing = dying
-    p = sequences(5, 5)
-    rows_of(p).scores(vectors(rows_of(p), 2), out=path, per_position=True)
-
-
-@pytest.mark.extensive
-def test_killed_processes_continue(tmp_path: Path):
-    whole, killed = tmp_path / "whole.npy", tmp_path / "killed.npy"
-    p = sequences(5, 5)
-    rows, P = rows_of(p), vectors(rows_of(p), 2)
-    rows.scores(P, out=whole, per_position=True)
-    paths = os.pathsep.join(
-        map(str, (Path(curvlinops.__file__).parents[1], Path(problems.__file__).parent))
-    )
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    for when in (1, 2, 2):
-        command = [sys.executable, __file__, str(killed), str(when)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-    rows.scores(P, out=killed, per_position=True)
-    assert killed.read_bytes() == whole.read_bytes()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    assert torch.equal(found, expected)
+    assert len(calls) == 3  # one to compare, and the two batches that are missing
+    (tmp_path / min(file.name for file in tmp_path.iterdir())).unlink()
+    again = [p.data[0], (X[:1], y[:1]), (X[1:], y[1:]), *p.data]
+    found = rows_of(replace(p, data=again)).scores(P, out=tmp_path)
+    assert error(found, expected) <= 1e-12

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain, islice
+from itertools import chain
 from math import fsum
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -17,11 +17,11 @@ from torch import Tensor
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.operators.identity import Identity, check_identity, identity_of
 from curvlinops.operators.kfac import storage
 from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums, everywhere
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses, group_by_use
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
-from curvlinops.operators.kfac.directory import FactorDirectory
 from curvlinops.operators.kfac.distance import distances, exact_products, relative
 from curvlinops.operators.kfac.estimate import add_batch
 from curvlinops.operators.kfac.fit import passes, sums_of_pass
@@ -47,19 +47,23 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.operators.origin import origin_of
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.arguments import check_choice, check_count, check_flag
-from curvlinops.support.serialization import read_state, write_state
+from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.serialization import read_parts, read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
+
+#: What to do about factors of another operator.
+_OTHERS = (
+    " Factors are read by an operator of the same options, model, loss and data. To use the matrix "
+    "with others, save K.structure or an inverse, and read it by curvlinops.load(path)."
+)
 
 P = ParamSpec("P")
 Operator = TypeVar("Operator")
@@ -98,17 +102,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
         max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
-        module_partitions: Over how many passes over the data the factors are distributed. Each pass
-            has the memory of its own factors only, beside the factors that are complete.
-        directory: Where complete factors are kept, in place of the memory. It is empty, or has the
-            factors of this model, loss, and data, perhaps not all; see ``resume``. With a
-            ``process_group``, all processes share it.
         factor_placement: With a ``process_group``: ``"replicate"``, so that each process has all
             factors; or ``"partition"``, so that it has those of some blocks. Then all processes
             together call products, inverses and other quantities.
-        resume: Whether factors in the directory are used, and missing ones added. They must be of
-            the same parameter values, options, and data (its first batch is compared). Otherwise
-            all are computed anew.
 
     Raises:
         ValueError: If an option is unknown, or does not go together with the others; when factors
@@ -128,9 +124,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     steps: int = 1
     exact: bool = False
     max_factor_size: int = 16384
-    module_partitions: int = 1
-    directory: str | Path | None = None
-    resume: bool = True
     factor_placement: str = "replicate"
 
     _per_sample = True
@@ -145,9 +138,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self.fit = str(check_choice("fit", self.fit, FitType))
         self.steps = check_count("steps", self.steps)
         self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
-        self.module_partitions = check_count("module_partitions", self.module_partitions)
-        self.directory = None if self.directory is None else Path(self.directory)
-        check_flag("resume", self.resume)
         check_choice("factor_placement", self.factor_placement, ("replicate", "partition"))
         if self.num_per_example_loss_terms is not None:
             self.num_per_example_loss_terms = check_count(
@@ -185,21 +175,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
         """Compute the factors from all data, anew if they are there already."""
-        directory = self._open_directory(resume=self.resume and self._sums is None)
-        parts, done = self._parts() if directory is None else directory.parts, []
-        for index, names in enumerate(parts):
-            if directory is not None and directory.is_complete(index):
-                continue
-            sums = self._compute(self._no_sums(names))
-            if directory is None:
-                done.append(sums)
-            else:
-                directory.write(index, sums)
-            del sums
-        if directory is not None:
-            self._set_sums(self._placed(directory.read(self.space, self._options)))
-        else:
-            self._set_sums(FactorSums.beside(done, self.space, self._options))
+        sums = self._compute(self._no_sums(self.space.names))
+        self._set_sums(sums)
 
     def _placed(self, sums: FactorSums) -> FactorSums:
         """Return those of some means that are in memory or in files that this process needs."""
@@ -220,45 +197,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The processes that multiply together: each alone if it has all factors and vectors."""
         return self.risk.ranks.group if self._is_partitioned else self.domain.group
 
-    def _parts(self) -> list[list[str]]:
-        """Return the parameters of each pass over the data."""
-        names, num = self.space.names, self.module_partitions
-        if num == 1:
-            return [names]
-        uses, ranks = Uses(), self.risk.ranks
-        sums = self._no_sums(names)
-        with self._on_all_ranks("partitions"), self._batches("partitions") as problems:
-            first = islice(problems, 1)
-            for _, samples in self._forward_passes(first, sums):
-                groups = group_by_use(samples.uses(), self._options.reduced, samples.conclusions)
-                uses = Uses(frozenset(groups), samples.fallbacks)
-        uses = reduce(Uses.union, ranks.gather_objects(uses))
-        groups = units(uses, names)
-        limit, shapes = self.max_factor_size, self.space.shapes
-        sizes = [num_entries(uses, group, shapes, limit) for group in groups]
-        return in_passes(groups, sizes, num)
-
-    def _open_directory(self, resume: bool) -> FactorDirectory | None:
-        """Return the directory with some of its parts complete, or none."""
-        if self.directory is None:
-            return None
-        settings = self._fingerprint() | {"mc_samples": self.mc_samples, "seed": self.seed}
-        settings |= origin_of(self)
-        # a loss without a name has an identity of its own in each process
-        settings = self.risk.ranks.gather_objects(settings)[0]
-        directory = FactorDirectory(self.directory, self.risk.ranks)
-        if not (resume and directory.parts):
-            directory.begin(settings, self._parts())
-        else:
-            try:
-                directory.check(settings)
-            except ValueError as error:
-                raise ValueError(
-                    f"{error} With resume=False all factors are computed anew, and replace these."
-                ) from error
-        directory.check_shared()
-        return directory
-
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
         """Add a batch to the data from which the factors are computed.
@@ -269,8 +207,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 are exponentially weighted means (sums for a loss with reduction ``"sum"``).
 
         Raises:
-            ValueError: If ``batch`` is no pair, ``decay`` not between zero and one, or the factors
-                are in a directory.
+            ValueError: If ``batch`` is no pair, or ``decay`` not between zero and one.
             RuntimeError: If a parameter is used in ways that do not go together with those before.
         """
         with self.risk.ranks.raise_on_all_ranks():
@@ -280,7 +217,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 )
             if not 0.0 <= decay <= 1.0:
                 raise ValueError(f"decay must be between 0 and 1, got {decay}.")
-            self._check_in_memory()
         sums = self._factor_sums()
         batches = Batches([batch], self.risk.data.batch_size_fn)
         more = self._compute(sums.emptied(), batches, sums)
@@ -294,11 +230,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         depends on the operators' seeds, which may differ.
 
         Raises:
-            ValueError: If the other one has another class, loss, parameters, or options, or the
-                factors are in a directory.
+            ValueError: If the other one has another class, model, loss or parameters, or other
+                options.
             RuntimeError: If parameters are used in ways that do not go together.
         """
-        self._check_in_memory()
         if self._is_partitioned:
             raise ValueError("Operators with factor_placement='partition' cannot be merged.")
         if self._options.fit is not FitType.KFAC:
@@ -311,21 +246,19 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         uses = sums.uses.union(more.uses)
         self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses), self.risk.scale))
 
-    def _check_in_memory(self) -> None:
-        if self.directory is not None:
-            raise ValueError(
-                f"The factors in {self.directory} are those of the operator's data. To add more "
-                "data, load them into an operator without directory, by load(path)."
-            )
-
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
         return self._sums
 
-    def _set_sums(self, sums: FactorSums | None) -> None:
-        """Replace the sums, and drop the matrices that were made of the previous ones."""
-        self._sums = sums
+    def _set_sums(self, sums: FactorSums | None, is_mapped: bool = False) -> None:
+        """Replace the sums, and drop the matrices that were made of the previous ones.
+
+        Args:
+            sums: The sums.
+            is_mapped: Whether they are in the files of a directory, perhaps larger than the memory.
+        """
+        self._sums, self._is_mapped = sums, is_mapped
         self._structure: BlockDiagonalLinearOperator | None = None
         self._made: tuple[list[Block], list[Block]] | None = None
 
@@ -556,15 +489,20 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
 
+        They belong to the options, the model, the loss and the data of the operator. After
+        ``update`` or ``merge``, they are those of other data and perhaps of an earlier model, and
+        belong to options, loss and shapes only.
+
         Their weights are among them, so that more data can be added after loading. Do not write to
         them: they share memory with the operator.
         """
         if self._is_partitioned:
             raise ValueError(
                 "Each process has a part of the factors, because of factor_placement='partition'. "
-                "To write them to files, build the operator with directory=."
+                "To write them to files, call curvlinops.write_factors."
             )
-        return storage.pack(self._factor_sums(), self._fingerprint())
+        sums, options = self._factor_sums(), storage.options_of(self)
+        return storage.pack(sums, identity_of(self, options, with_numbers=not sums.is_updated))
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -574,14 +512,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             ValueError: If these are of other parameters, options, or another loss.
         """
         copies = {n: x.clone() if isinstance(x, Tensor) else x for n, x in state_dict.items()}
-        self._load(copies)
+        self._load([copies])
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        sums = storage.unpack(state, self._fingerprint(), self.space, self._options)
-        self._set_sums(self._placed(sums))
+    def _load(self, states: Iterable[Mapping[str, Any]], directory: Path | None = None) -> None:
+        is_mapped = directory is not None
 
-    def _fingerprint(self) -> dict[str, Any]:
-        return storage.fingerprint(self, self._options.reduced)
+        def check(source: str, identity: Identity) -> None:
+            check_identity(source, identity, self, storage.options_of(self), _OTHERS)
+
+        parts = storage.unpack(states, check, self.device, check_numbers=not is_mapped)
+        source = f"directory {directory}" if is_mapped else "saved state"
+        sums = storage.joined(source, parts, self.space, self._options)
+        self._set_sums(self._placed(sums), is_mapped)
 
     @classmethod
     def from_state_dict(
@@ -607,18 +549,19 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
 
-        The path may be that of a ``directory``, too. On the CPU files are mapped to memory: they
-        must not be written to afterwards. ``save`` replaces files, and does not write to them.
+        The path may be that of a directory of ``write_factors``, too. On the CPU files are mapped
+        to memory: they must not be written to afterwards. ``save`` replaces files, and does not
+        write to them.
 
         Raises:
-            ValueError: If these are of other parameters or options, or the file has none.
+            ValueError: If these are of another model or loss, other data or options, or there are
+                none.
         """
-        if Path(path).is_dir():
-            directory = FactorDirectory(path)
-            directory.check(self._fingerprint())
-            self._set_sums(self._placed(directory.read(self.space, self._options)))
+        path = Path(path)
+        if path.is_dir():
+            self._load(read_parts(path), directory=path)
         else:
-            self._load(read_state(path))
+            self._load([read_state(path)])
 
     # --- the structured matrix
 
@@ -641,7 +584,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if self._made is None:
             made = with_matrices(sums)
             # other processes have other blocks; those in files are not read before they are used
-            is_apart = self._is_partitioned or self.directory is not None
+            is_apart = self._is_partitioned or self._is_mapped
             self._made = made, made if is_apart else stacked(sums, made)
         return self._made[1]
 

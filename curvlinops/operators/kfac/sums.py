@@ -53,6 +53,7 @@ class FactorSums:
         num_batches: The number of batches, of the rank that had most.
         scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
             sums.
+        is_updated: Whether there are batches among the data that the operator's own may not have.
         ranks: The processes that compute the sums together.
         owners: The rank that has the sums of a parameter; empty if all ranks have all.
     """
@@ -65,6 +66,7 @@ class FactorSums:
     bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
     num_batches: int = 0
     scale: float | None = None
+    is_updated: bool = False
     ranks: Ranks = field(default_factory=Ranks)
     owners: Mapping[str, int] = field(default_factory=dict)
 
@@ -156,11 +158,12 @@ class FactorSums:
             all_of.tensors |= part.tensors
             all_of.bases |= part.bases
             all_of.num_batches, all_of.scale = part.num_batches, part.scale
+            all_of.is_updated |= part.is_updated
         if len(seen) > 1:
             raise ValueError(
                 "The data was not the same in all passes for parts of the factors: numbers of "
-                f"batches and weights were {sorted(seen)}. Give the same data in each pass, and "
-                "compute all factors anew (with resume=False if they are in a directory)."
+                f"batches and weights were {sorted(seen)}. Delete the directory, and give the same "
+                "data in each pass."
             )
         all_of.blocks = plan_blocks(all_of.uses, space.shapes, options)
         return all_of
@@ -227,6 +230,7 @@ class FactorSums:
         """
         num_batches, bases = self.num_batches + other.num_batches, other.bases | self.bases
         both = replace(other, tensors={}, bases=bases, num_batches=num_batches, scale=None)
+        both.is_updated = True
         # of many small tensors, those with equal factors are added by one call
         equal: dict[tuple[float, float], list[Key]] = {}
         # the counts and the weight come first: they tell the normalization of the others

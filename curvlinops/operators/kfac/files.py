@@ -1,0 +1,166 @@
+"""Factors in files: they are computed part by part, written, and mapped to memory."""
+
+import json
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.operators.identity import Identity, check_same, identity_of
+from curvlinops.operators.kfac.blocks import Uses, group_by_use
+from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
+from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.options import Fallback, FisherType, FitType, Options
+from curvlinops.operators.kfac.partition import in_passes, num_entries, units
+from curvlinops.operators.kfac.storage import joined, options_of, pack, unpack
+from curvlinops.structured.base import FORMAT as STRUCTURED
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
+from curvlinops.support.arguments import as_device, check_count
+from curvlinops.support.serialization import from_state, read_parts, read_state, write_part
+from curvlinops.support.torch_modes import in_default_modes
+
+#: What to do about a directory of another operator.
+_OTHERS = " Choose another directory, or move the file away."
+
+
+@in_default_modes
+def write_factors(
+    operator: KroneckerFactoredLinearOperator, directory: str | Path, parts: int = 1
+) -> BlockDiagonalLinearOperator:
+    """Compute the factors of KFAC or EKFAC in parts, and write them to a directory.
+
+    Each part takes a pass over the data (EKFAC: two), with the memory of its own factors. To divide
+    the layers, there is another pass before, without gradients. Layers that share a factor are
+    written to one file. If the computation is killed, the same call continues it: what is there is
+    not computed again. Several processes may write to one directory.
+
+    Args:
+        operator: A KFAC or EKFAC operator. It does not keep the factors; its method ``load`` reads
+            them. With a ``process_group``, all processes call the function with one directory.
+        directory: The directory, which may not exist yet. What is there must be of the same
+            options, model, loss, and first batch, which are compared by numbers.
+        parts: The number of parts.
+
+    Returns:
+        The approximation, which needs neither model nor data: ``load(directory)`` on the operator's
+        device.
+
+    Raises:
+        ValueError: If the directory has factors of something else, or damaged files.
+        OSError: If files cannot be written.
+    """
+    if not isinstance(operator, KroneckerFactoredLinearOperator):
+        raise TypeError(f"Only KFAC and EKFAC have factors, got {type(operator).__name__}.")
+    parts, path, ranks = check_count("parts", parts), Path(directory), operator.risk.ranks
+    with ranks.sending():
+        options = options_of(operator) | {"number of batches": operator.risk.data.length}
+        identity = identity_of(operator, options)
+    identity = ranks.gather_objects(identity)[0]
+
+    def check(source: str, other: Identity) -> None:
+        check_same(source, other, identity, _OTHERS)
+
+    with ranks.sending():
+        states = read_parts(path) if ranks.rank == 0 else ()
+        there = {x for part in unpack(states, check, torch.device("cpu")) for x in part.names}
+        if ranks.rank == 0 and not there.issuperset(operator.space.names):
+            path.mkdir(parents=True, exist_ok=True)
+    there = ranks.gather_objects(there)[0]
+    with ranks.raise_on_all_ranks():
+        if not path.is_dir():
+            raise ValueError(
+                f"{path} is not the directory of the first process. All processes must have the "
+                "same one, on a file system that they share."
+            )
+    for names in _passes(operator, parts, there):
+        sums = operator._compute(operator._no_sums(names))
+        with ranks.raise_on_all_ranks():
+            for unit in sums.units():
+                if sums.owners.get(unit[0], 0) == ranks.rank:
+                    write_part(pack(sums.part(unit), identity), path)
+        del sums
+    with ranks.raise_on_all_ranks():
+        return _read(path, operator.device)
+
+
+def _passes(
+    operator: KroneckerFactoredLinearOperator, num: int, there: set[str]
+) -> list[list[str]]:
+    """Return the parameters of each pass, without those that are there."""
+    names, shapes = operator.space.names, operator.space.shapes
+    missing = [name for name in names if name not in there]
+    if num == 1 or not missing:
+        return [missing] if missing else []
+    uses = _all_uses(operator)
+    groups = units(uses, names)
+    sizes = [num_entries(uses, group, shapes, operator.max_factor_size) for group in groups]
+    passes = in_passes(groups, sizes, num)
+    left = ([name for name in names if name not in there] for names in passes)
+    return [names for names in left if names]
+
+
+def _all_uses(operator: KroneckerFactoredLinearOperator) -> Uses:
+    """Return the uses of parameters in all data: later ones may join a weight and a bias."""
+    uses, reduced = Uses(), operator._options.reduced
+    sums = operator._no_sums(operator.space.names)
+    with operator._on_all_ranks("partitions"), operator._batches("partitions") as problems:
+        for _, samples in operator._forward_passes(problems, sums):
+            groups = group_by_use(samples.uses(), reduced, samples.conclusions)
+            uses = uses.union(Uses(frozenset(groups), samples.fallbacks))
+    return reduce(Uses.union, operator.risk.ranks.gather_objects(uses))
+
+
+@in_default_modes
+def load(
+    source: str | Path | Mapping[str, Any], device: torch.device | str = "cpu"
+) -> StructuredLinearOperator:
+    """Return a structured operator that was saved: an inverse, a damped KFAC, a power.
+
+    It has the structure, the precision and the parameters' names of the one that was saved, and
+    needs neither model nor data. No code in the file is run. On the CPU files are mapped to memory,
+    and read when they are used: they must not be written to afterwards.
+
+    Args:
+        source: The file that its method ``save`` wrote, or what ``state_dict`` returned; or the
+            directory of ``write_factors``, for the approximation without damping.
+        device: Where it goes.
+
+    Raises:
+        ValueError: If there is no structured operator, it is damaged or incomplete, or of another
+            version.
+    """
+    if isinstance(source, str | Path) and Path(source).is_dir():
+        return _read(Path(source), as_device(device))
+    state = source if isinstance(source, Mapping) else read_state(source)
+    return from_state(state, STRUCTURED, StructuredLinearOperator, as_device(device))
+
+
+def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
+    """Return the approximation, on the parameters of the operator that computed the factors."""
+    parts = unpack(read_parts(path), lambda source, identity: None, device)
+    if not parts:
+        raise ValueError(
+            f"The directory {path} has no factors. Compute them by write_factors. All processes "
+            "must have the same directory."
+        )
+    facts = json.loads(parts[0].identity)
+    shapes = {name: tuple(facts[f"the shape of {name}"]) for name in facts["parameters"]}
+    space = ParameterSpace(shapes, getattr(torch, facts["dtype"].split(".")[1]), device)
+    options = Options(
+        FisherType(facts["fisher_type"]),
+        facts.get("mc_samples", 1),
+        facts.get("seed", 0),
+        facts["exact"],
+        frozenset(facts["reduced"]),
+        not facts["separate_weight_and_bias"],
+        Fallback(facts["fallback"]),
+        facts["max_factor_size"],
+        FitType(facts["fit"]),
+        facts["steps"],
+    )
+    sums = joined(f"directory {path}", parts, space, options)
+    return assemble(with_matrices(sums), sums)
