@@ -165,7 +165,7 @@ def _facts(operator: DataLinearOperator, options: Mapping[str, Any]) -> Identity
         "parameters": list(shapes),
         **{f"the shape of {name}": shape for name, shape in shapes.items()},
         "dtype": str(operator.risk.space.dtype),
-        "loss": loss.description if loss.is_function_of_values else loss.reduction,
+        "loss": repr(loss.description) if loss.is_function_of_values else loss.reduction,
     }
     return json.loads(json.dumps(facts))
 

@@ -183,15 +183,6 @@ def test_what_is_no_operator(tmp_path):
     save_file({"x": torch.ones(1)}, str(path))
     with pytest.raises(ValueError, match="not the state of an operator"):
         load(path)
-    K.inverse(0.1).save(path)
-    whole = path.read_bytes()
-    for length in (len(whole) - 1, 100, 0):
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="not a safetensors file.*incomplete"):
-            load(path)
-    torch.save({"x": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        load(path)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "missing")
 
