@@ -44,7 +44,7 @@ TESTS = {
         contract/left_as_found contract/modes
         distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff/overrides": """
-        autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives
+        autodiff/overrides autodiff/attention autodiff/forward_mode autodiff/zero_derivatives
         contract/left_as_found""",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models

@@ -231,7 +231,7 @@ def _change_of_scores(q: Tensor, k: Tensor, x: Tensor, y: Tensor, scale: float) 
 
 def _softmax_derivative(P: Tensor, X: Tensor) -> Tensor:
     """Return ``J X``."""
-    return torch._softmax_backward_data(X, P, -1, P.dtype)
+    return torch.ops.aten._softmax_backward_data(X, P, -1, P.dtype)
 
 
 # --- tiles
