@@ -37,6 +37,7 @@ from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.losses import LinearCrossEntropyLoss
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.empirical_fisher import EFLinearOperator
 from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator
@@ -95,6 +96,7 @@ __all__ = [
     "LSMRSolution",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "LinearCrossEntropyLoss",
     "LossAlong",
     "LowRankColumns",
     "MINRESInverseLinearOperator",
