@@ -73,8 +73,8 @@ class FisherMCLinearOperator(GGNLinearOperator):
     likelihood of the loss. They are scaled so that the expectation of F is the GGN, for all options
     of the loss; for BCELoss, whose Hessian depends on the target, it is the GGN averaged over
     labels of the model. Products repeat exactly for the same batches in the same order. The losses
-    are MSELoss, CrossEntropyLoss, BCEWithLogitsLoss, BCELoss and PoissonNLLLoss (with
-    ``log_input=True``).
+    are MSELoss, CrossEntropyLoss, LinearCrossEntropyLoss, BCEWithLogitsLoss, BCELoss and
+    PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.
