@@ -52,7 +52,7 @@ TESTS = {
         messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
         risk/linearized risk/sample_coupling risk/fast_path contract/modes""",
     "losses": """
-        losses/losses risk/custom_functions messages/errors
+        losses/losses losses/linear_cross_entropy risk/custom_functions messages/errors
         contract/models contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """
