@@ -38,6 +38,7 @@ from curvlinops.landscape.loss_along import LossAlong, loss_along
 from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.losses import LinearCrossEntropyLoss
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.empirical_fisher import EFLinearOperator
 from curvlinops.operators.ggn import FisherMCLinearOperator, GGNLinearOperator
@@ -96,6 +97,7 @@ __all__ = [
     "LSMRSolution",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "LinearCrossEntropyLoss",
     "LossAlong",
     "LowRankColumns",
     "MINRESInverseLinearOperator",

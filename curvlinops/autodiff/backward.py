@@ -239,9 +239,9 @@ def explained() -> Iterator[None]:
         hints = []
         if "attention" in message:
             hints.append(
-                "call torch.nn.functional.scaled_dot_product_attention (whose math kernel is then "
-                "used) instead of a fused attention kernel; in transformers, load the model with "
-                "attn_implementation='eager' or 'sdpa'"
+                "call torch.nn.functional.scaled_dot_product_attention (of which operators compute "
+                "all derivatives) instead of another fused kernel; in transformers, load the model "
+                "with attn_implementation='eager' or 'sdpa'"
             )
         if "once_differentiable" in message:
             hints.append("make the backward of each custom autograd.Function differentiable")

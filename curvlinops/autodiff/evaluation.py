@@ -46,9 +46,7 @@ class Evaluation:
         model: The model.
         values: Its parameters' values.
         differentiation: ``"once"`` for an ordinary backward pass; ``"twice"`` for a backward pass
-            that is differentiated again; ``"forward"`` for forward mode. The last two take the
-            math kernel of attention, since the fused kernels lack derivatives. Its memory is
-            quadratic in the sequence length.
+            that is differentiated again; ``"forward"`` for forward mode.
         others: Modules of the loss, to whose parameters no call may write either.
     """
 

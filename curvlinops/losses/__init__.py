@@ -17,9 +17,10 @@ from curvlinops.losses.elementwise import (
     SquaredError,
 )
 from curvlinops.losses.generic import AdditiveLoss
+from curvlinops.losses.linear_cross_entropy import LinearCrossEntropy, LinearCrossEntropyLoss
 from curvlinops.support.torch_internals import has_forward_hooks
 
-__all__ = ["Loss", "wrap_loss"]
+__all__ = ["LinearCrossEntropyLoss", "Loss", "wrap_loss"]
 
 # to add a loss in closed form, write a class and add a line here
 _LOSSES: list[tuple[type[nn.Module], Callable, type[Loss]]] = [
@@ -33,6 +34,7 @@ _LOSSES: list[tuple[type[nn.Module], Callable, type[Loss]]] = [
     (nn.SmoothL1Loss, F.smooth_l1_loss, Huber),
 ]
 KNOWN_LOSSES.update({module: kind for module, _, kind in _LOSSES})
+KNOWN_LOSSES[LinearCrossEntropyLoss] = LinearCrossEntropy
 _MODULES = {function: module for module, function, _ in _LOSSES}
 
 

@@ -47,6 +47,9 @@ class Loss(ABC):
     is_function_of_values = True
     #: Whether the loss is linear in the output, so that its output Hessian is zero.
     is_linear = False
+    #: Whether the loss uses parameters of the model. If these are differentiated, the loss needs
+    #: the graph, and the GGN is the Hessian of ``curvature_sum``.
+    has_parameters = False
     #: Whether the loss is a negative log-likelihood whose labels ``sample`` draws.
     can_sample = False
 
@@ -89,6 +92,10 @@ class Loss(ABC):
     @abstractmethod
     def sum(self, output: Tensor, target: Any) -> Tensor:
         """Return ``sum_t l_t`` over the batch, differentiable."""
+
+    def curvature_sum(self, output: Tensor, target: Any) -> Tensor:
+        """Return a sum whose Hessian with respect to all parameters is the GGN."""
+        raise NotImplementedError
 
     @abstractmethod
     def denominator(self, output: Tensor, target: Any) -> Tensor:

@@ -17,7 +17,7 @@ from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.losses import Loss, wrap_loss
+from curvlinops.losses import LinearCrossEntropyLoss, Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
@@ -375,6 +375,8 @@ class DataLinearOperator(TorchLinearOperator):
         """Refuse parameters of the loss in ``params``, by name."""
         given = self.params.values() if is_named(self.params) else self.params
         for root in find_modules(self.loss_func):
+            if isinstance(root, LinearCrossEntropyLoss):  # of which the model has the head
+                continue
             for name, parameter in root.named_parameters():
                 if any(parameter is x for x in given):
                     raise ValueError(

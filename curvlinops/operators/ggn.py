@@ -8,7 +8,7 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, sampled_gradients
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import gauss_newton
+from curvlinops.risk.derivatives import gauss_newton, hessian
 from curvlinops.support.warnings import warn
 
 
@@ -58,6 +58,9 @@ class GGNLinearOperator(DataLinearOperator):
             vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
             return problem.loss.outer(vectors, output), weight
 
+        has_head = problem.loss.has_parameters and not self.mc_samples
+        if has_head and problem.loss_needs_graph:
+            return hessian(problem, problem.curvature_seed, self.chunk_size, single)
         return gauss_newton(problem, curvature, self.chunk_size, single)
 
 
@@ -70,8 +73,8 @@ class FisherMCLinearOperator(GGNLinearOperator):
     likelihood of the loss. They are scaled so that the expectation of F is the GGN, for all options
     of the loss; for BCELoss, whose Hessian depends on the target, it is the GGN averaged over
     labels of the model. Products repeat exactly for the same batches in the same order. The losses
-    are MSELoss, CrossEntropyLoss, BCEWithLogitsLoss, BCELoss and PoissonNLLLoss (with
-    ``log_input=True``).
+    are MSELoss, CrossEntropyLoss, LinearCrossEntropyLoss, BCEWithLogitsLoss, BCELoss and
+    PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.

@@ -65,6 +65,7 @@ def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = Tr
     if not problem.loss_needs_graph:
         samples = problem.rules(SampleBackward, name, independent).capture(problem)
     if problem.loss_needs_graph:  # perhaps only on this batch
+        _check_terms(problem, terms)
         alone = problem.rules(LossesOneByOne, name)
         num_samples, pieces, weight = alone.gradients(problem)
         return SampleRows(num_samples, num_samples, [(pieces, _all)], weight, alone.fallbacks)
@@ -193,9 +194,20 @@ def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tenso
 
 def num_rows(problem: BatchProblem, output: Tensor, terms: str) -> int:
     """Return the number of a batch's rows, see ``rows_of``."""
+    _check_terms(problem, terms)
     if terms == "sample" or problem.loss_needs_graph:
         return problem.samples_of(output)
     return problem.loss.to_terms(output.unsqueeze(0)).shape[1]
+
+
+def _check_terms(problem: BatchProblem, terms: str) -> None:
+    """Refuse rows of terms if the loss of a sample has several, and parameters of the model."""
+    if terms == "term" and problem.loss_needs_graph and problem.loss.has_parameters:
+        raise ValueError(
+            f"params has parameters of the head of {problem.loss.name}. Then there are gradients "
+            "of samples (terms='sample'), but not of single terms. Leave the head (and a table of "
+            "tokens that is tied to it) out of params, or take CrossEntropyLoss of the logits."
+        )
 
 
 def loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:

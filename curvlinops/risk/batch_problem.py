@@ -364,6 +364,11 @@ class BatchProblem:
         weight = self.weight(output)
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight
 
+    def curvature_seed(self, output: Tensor) -> tuple[Seed, Tensor]:
+        """Return the seed of a backward pass whose derivative is the GGN, and the weight."""
+        weight = self.weight(output)
+        return (self.loss.curvature_sum(output, self.batch.y), None), weight
+
     def check(self, output: Tensor) -> Tensor:
         """Return the batch's weight; refuse an unfit output, or a loss that is not finite."""
         weight = self.weight(output)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import ClassVar
 
 import pytest
@@ -67,6 +68,26 @@ def sequences() -> tuple[nn.Module, Tensor]:
     """A transformer with more entries than activations."""
     layer = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True)
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(256, 5)).eval(), torch.randn(900, 4, 64)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("case", ["hessian", "ggn"])
+def test_attention_takes_memory_linear_in_the_length(case: str, keeps: bool):
+    def causal(m: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = m.layer(x).unsqueeze(1).chunk(3, -1)
+        z = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return m.head(z[:, 0, -1])
+
+    model = Using(causal, layer=nn.Linear(4, 12), head=nn.Linear(4, 2))
+
+    def peak(length: int) -> int:
+        operator = build(case, model, torch.randn(1, length, 4), torch.randn(1, 2))
+        with operator.linearized() if keeps else nullcontext():
+            return max(LiveBytes().peaks(lambda: operator @ vectors(operator)))
+
+    short, long = peak(1024), peak(3072)
+    assert long <= 3.3 * short
+    assert long <= 4 * 3072**2 / 4  # all weights take four times as much
 
 
 @pytest.mark.parametrize("make", [images, sequences])
@@ -281,6 +302,14 @@ def powers(z: Tensor, y: Tensor) -> Tensor:
     return CE(z, y) + z.pow(4).mean()
 
 
+def attending() -> nn.Module:
+    """With so many samples that attention is computed in tiles."""
+    layer = nn.TransformerEncoderLayer(10, 1, 20, dropout=0.0, batch_first=True)
+    return nn.Sequential(
+        nn.Linear(50, 650), nn.Unflatten(1, (65, 10)), layer, nn.Flatten(), nn.Linear(650, 20)
+    )
+
+
 #: A model, the parameters that are differentiated, and a loss that keeps something else.
 KEPT = {
     "mlp": (mlp, slice(None), CE),
@@ -288,6 +317,7 @@ KEPT = {
     "user's code": (lambda: nn.Sequential(nn.Linear(50, 60), Shifted(), mlp()[4]), slice(None), CE),
     "normalization": (lambda: mlp().insert(1, nn.BatchNorm1d(60)).eval(), slice(None), CE),
     "frozen layers": (frozen, slice(2), CE),
+    "attention": (attending, slice(None), CE),
 }
 
 

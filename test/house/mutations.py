@@ -44,7 +44,7 @@ TESTS = {
         contract/left_as_found contract/modes
         distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff/overrides": """
-        autodiff/overrides autodiff/forward_mode autodiff/zero_derivatives
+        autodiff/overrides autodiff/attention autodiff/forward_mode autodiff/zero_derivatives
         contract/left_as_found""",
     "risk": """
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
@@ -52,7 +52,7 @@ TESTS = {
         messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
         risk/linearized risk/sample_coupling risk/fast_path contract/modes""",
     "losses": """
-        losses/losses risk/custom_functions messages/errors
+        losses/losses losses/linear_cross_entropy risk/custom_functions messages/errors
         contract/models contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """

@@ -26,6 +26,7 @@ from curvlinops import (
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
 )
+from curvlinops.autodiff import overrides
 from curvlinops.integrations.transformers import problem
 
 transformers = pytest.importorskip("transformers")
@@ -175,19 +176,27 @@ def test_loss_is_the_models_own(name: str):
 
 MATRICES = ["GPT2LMHeadModel", "BertForMaskedLM", "BartForConditionalGeneration"]
 MATRICES += ["BertForSequenceClassification", "BertForTokenClassification"]
-#: Models, kernels of attention, and whether layers are computed again in the backward pass.
+#: Models, kernels of attention ("tiled": sdpa, as with many weights), and whether layers are
+#: computed again in the backward pass.
 HESSIANS = [(name, "eager", False) for name in [*MATRICES, "LlamaForCausalLM"]]
 HESSIANS += [
     pytest.param(name, attention, checkpointing, marks=pytest.mark.extensive)
     for name in ("GPT2LMHeadModel", "BertForSequenceClassification", "LlamaForCausalLM")
     for attention, checkpointing in (("sdpa", False), ("sdpa", True), ("eager", True))
 ]
+HESSIANS += [(name, "tiled", False) for name in ("GPT2LMHeadModel", "LlamaForCausalLM")]
+HESSIANS += [pytest.param("BertForMaskedLM", "tiled", True, marks=pytest.mark.extensive)]
 
 
 # the name that all versions of transformers have
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name, attention, checkpointing", HESSIANS)
-def test_hessian_is_that_of_the_models_own_loss(name: str, attention: str, checkpointing: bool):
+def test_hessian_is_that_of_the_models_own_loss(
+    name: str, attention: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if attention == "tiled":
+        monkeypatch.setattr(overrides.attention, "FEW_WEIGHTS", 0)
+        attention = "sdpa"
     model, data = make(name, attn_implementation="eager"), batches(name)
     params = list(model.parameters())
     own = make(name, **NO_DROPOUT, attn_implementation=attention)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.autodiff.overrides.attention import ATTENTION
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
 from curvlinops.autodiff.overrides.deviation import DEVIATIONS
 from curvlinops.autodiff.overrides.distance import cdist
@@ -42,8 +43,11 @@ OVERRIDES: dict[Callable, Callable] = {
 if torch_internals.weight_norm is not None:
     OVERRIDES[torch_internals.weight_norm] = weight_norm
 
+#: In addition in forward mode, which the fused kernels of attention lack.
+FORWARD = OVERRIDES | ATTENTION
+
 #: In addition, where the graph of the backward pass is differentiated.
-TWICE = OVERRIDES | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
+TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
 #: The same with respect to sharded parameters.
 TWICE_SHARDED = TWICE | PRODUCTS
@@ -78,17 +82,15 @@ def active(
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
     Args:
-        differentiation: See ``Differentiation``. Unless it is ``"once"``, the math kernel of
-            attention is selected, since the fused ones lack derivatives; it takes memory quadratic
-            in the sequence length.
+        differentiation: See ``Differentiation``. Unless it is ``"once"``, attention that is not
+            replaced runs in the math kernel, since the fused ones lack derivatives.
         protected: The parameters to which no call may write.
         is_sharded: Whether sharded parameters are differentiated.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
-    table = OVERRIDES
-    if differentiation == "twice":
-        table = TWICE_SHARDED if is_sharded else TWICE
+    twice = TWICE_SHARDED if is_sharded else TWICE
+    table = {"once": OVERRIDES, "forward": FORWARD, "twice": twice}[differentiation]
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
         with kernels, Overrides(table, protected):
