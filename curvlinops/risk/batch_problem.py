@@ -33,6 +33,10 @@ NO_DERIVATIVE = (
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
 
+_SAY_ROWS = (
+    "Give samples an axis in front of their rows, or say with batch_size_fn how many a batch has"
+)
+
 #: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
 
@@ -107,17 +111,26 @@ class BatchProblem:
         num_rows, num_samples = len(output), self.evident_samples
         if not num_samples or num_rows <= num_samples:
             return num_rows
-        groups_rows = self._risk.facts.groups_rows
-        if num_samples == 1:  # it shows nothing for other batches, nor do they for it
-            groups_rows = groups_rows or self._groups_rows(num_rows)
-        elif groups_rows is None:
+        facts = self._risk.facts
+        if facts.groups_rows is None and (num_samples > 1 or facts.groups_rows_alone is None):
             groups_rows = num_rows % num_samples == 0 and self._groups_rows(num_rows)
-            self._risk.facts.groups_rows = groups_rows
+            if num_samples == 1:
+                facts.groups_rows_alone = groups_rows
+            elif facts.groups_rows_alone not in (None, groups_rows):
+                raise ValueError(
+                    f"The model's output has {num_rows} rows for {num_samples} samples, and had "
+                    "several rows for the one sample of an earlier batch. Only for one of both do "
+                    f"they seem to be equally many rows of each sample. {_SAY_ROWS}; or put a "
+                    "batch of several samples first, which then decides."
+                )
+            else:
+                facts.groups_rows = groups_rows
+        # a single sample shows only that it has several rows, not whether others have as many
+        groups_rows = facts.groups_rows_alone if facts.groups_rows is None else facts.groups_rows
         if groups_rows and num_rows % num_samples:
             raise ValueError(
                 f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
-                "earlier batch had equally many rows each. Give samples an axis in front of their "
-                "rows, or say with batch_size_fn how many a batch has."
+                f"earlier batch had equally many rows each. {_SAY_ROWS}."
             )
         return num_samples if groups_rows else num_rows
 

@@ -65,10 +65,16 @@ class EmpiricalRisk:
     # --- what is known of the model
 
     def invalidate(self) -> None:
-        """Forget what is known of model and loss."""
-        if self.facts.rules is not None:
-            self.facts.rules.forget()
-        self.facts = ModelFacts()
+        """Forget what is known of model and loss, but for the rows of samples.
+
+        These cannot be counted inside of a product.
+        """
+        before = self.facts
+        if before.rules is not None:
+            before.rules.forget()
+        self.facts = ModelFacts(
+            groups_rows=before.groups_rows, groups_rows_alone=before.groups_rows_alone
+        )
 
     def use(self, loss: Loss | None) -> None:
         """Use the model as it is now, and a loss."""

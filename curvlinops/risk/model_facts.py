@@ -78,8 +78,9 @@ class ModelFacts:
         prefers_rows: Whether products are faster with kept gradients of samples than with a kept
             graph; ``None`` if that is not known.
         compared: Hashes of the graphs whose custom functions were compared.
-        groups_rows: Whether a sample has several rows of the output; ``None`` if no batch has shown
-            that yet.
+        groups_rows: Whether a sample has several rows of the output; ``None`` if no batch of
+            several samples has shown that yet.
+        groups_rows_alone: The same by a batch of one sample, which counts until then.
     """
 
     train_flags: tuple[bool, ...] | None = None
@@ -96,6 +97,7 @@ class ModelFacts:
     prefers_rows: bool | None = None
     compared: set[int] = field(default_factory=set)
     groups_rows: bool | None = None
+    groups_rows_alone: bool | None = None
 
     def learn(self, watch: "Watch", output: Tensor) -> None:
         """Learn from the model's first evaluation, and its output."""

@@ -469,19 +469,63 @@ def test_time_major_inputs_are_no_samples():
     assert error(K[0].to_dense(), K[1].to_dense()) <= 1e-12
 
 
-@pytest.mark.parametrize("masks", [[[1, 3], [1, 2]], [[2], [1, 2]], [[2, 1, 3], [2, 2]]], ids=str)
-def test_selected_rows_are_no_tokens_of_samples(masks: list[list[int]]):
-    model, loss, data = selecting(), nn.CrossEntropyLoss(reduction="sum"), []
-    for counts in masks:
-        mask = torch.arange(4) < torch.tensor(counts)[:, None]
-        X = {"x": torch.randn(len(counts), 4, 4).double(), "mask": mask}
-        data.append((X, torch.randint(3, (sum(counts),))))
+def selected(*counts: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Return batches whose samples have some of four rows each, as many as asked."""
+    masks = [torch.arange(4) < torch.tensor(numbers)[:, None] for numbers in counts]
+    return [
+        (
+            {"x": torch.randn(len(mask), 4, 4).double(), "mask": mask},
+            torch.randint(3, (int(mask.sum()),)),
+        )
+        for mask in masks
+    ]
+
+
+@pytest.mark.parametrize("counts", [[[1, 3], [1, 2]], [[2, 3], [2]], [[2, 1, 3], [2, 2]]], ids=str)
+def test_selected_rows_are_no_tokens_of_samples(counts: list[list[int]]):
+    model, loss, data = selecting(), nn.CrossEntropyLoss(reduction="sum"), selected(*counts)
     G = GGNLinearOperator(model, loss, list(model.parameters()), data)
     diagonal = GGNDiagonalLinearOperator(model, loss, list(model.parameters()), data)
     assert error(diagonal.diagonal(), G.to_dense().diagonal()) <= 1e-10
     rows = rows_in_batches(model, data, loss)
     A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
+    assert error(A.to_dense(), rows) <= 1e-10
     assert error(A.T @ torch.ones(A.shape[0]).double(), rows.sum(0)) <= 1e-10
+    E = EFLinearOperator(model, loss, list(model.parameters()), data, terms="sample")
+    assert error(E.to_dense(), rows.T @ rows) <= 1e-10
+
+
+def test_rows_of_one_sample_do_not_tell_those_of_others():
+    """Two rows of the first sample are tokens or selected rows; the second batch has the latter."""
+    model, loss, data = selecting(), nn.CrossEntropyLoss(), selected([2], [1, 2])
+    with pytest.raises(ValueError, match="3 rows for 2 samples, .* put a batch of several samples"):
+        PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
+
+
+@pytest.mark.parametrize("sizes", [(1, 3), (1, 1), (3, 1)], ids=str)
+def test_tokens_of_one_sample(sizes: tuple[int, ...]):
+    """Batches of one sequence, whose model returns a row for each token, also after an error."""
+    model, loss = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Flatten(0, 1)).double(), SUM
+    data = [(torch.randn(n, 4, 4).double(), torch.randn(4 * n, 3).double()) for n in sizes]
+    params = list(model.parameters())
+    rows = [
+        torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(X[n : n + 1]), y), params)])
+        for X, target in data
+        for n, y in enumerate(target.split(4))
+    ]
+    G = torch.stack(rows)
+    for kind, options, expected in [
+        (PerSampleGradientLinearOperator, {}, G),
+        (EFLinearOperator, {"terms": "sample"}, G.T @ G),
+    ]:
+        A, V = kind(model, loss, params, data, **options), torch.eye(G.shape[1]).double()
+        assert error(A @ V, expected) <= 1e-12
+        before = model[0].weight.detach().clone()
+        nn.init.constant_(model[0].weight, torch.nan)
+        with pytest.raises(ValueError, match="(?i)nan"):
+            A @ V
+        nn.init.zeros_(model[0].weight).data.add_(before)
+        assert error(A @ V, expected) <= 1e-12
 
 
 def test_unequal_numbers_of_rows_are_noticed_where_samples_are_evaluated_alone():
