@@ -19,6 +19,7 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
+from curvlinops.algorithms.intervals import Interval, bilinear_form, quadratic_form
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
@@ -85,6 +86,7 @@ __all__ = [
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
+    "Interval",
     "Iteration",
     "JacobianLinearOperator",
     "KFACInverseLinearOperator",
@@ -109,6 +111,7 @@ __all__ = [
     "SumOfKroneckersLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "bilinear_form",
     "by_layer",
     "dottest",
     "eigsh",
@@ -124,6 +127,7 @@ __all__ = [
     "plot_by_layer",
     "plot_loss",
     "plot_spectrum",
+    "quadratic_form",
     "select_parameters",
     "to_plain",
     "trace_function",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.eigsh import Eigenpairs
+from curvlinops.algorithms.intervals import Interval
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lsmr import LSMRSolution
 from curvlinops.algorithms.sampling import Estimate
@@ -17,7 +18,7 @@ from curvlinops.algorithms.spectrum import SpectralDensity
 
 # torch.load(weights_only=True) reads them: they have tensors, numbers and dictionaries only
 torch.serialization.add_safe_globals(
-    [Eigenpairs, Estimate, Iteration, LSMRSolution, Solution, SpectralDensity]
+    [Eigenpairs, Estimate, Interval, Iteration, LSMRSolution, Solution, SpectralDensity]
 )
 
 

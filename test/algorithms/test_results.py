@@ -14,6 +14,7 @@ from curvlinops import (
     eigsh,
     hutchinson_diag,
     lanczos_approximate_spectrum,
+    quadratic_form,
     to_plain,
 )
 
@@ -24,6 +25,7 @@ RESULTS = {
     "density": lambda: lanczos_approximate_spectrum(
         A, 4, num_points=8, num_repeats=2, return_error=True, seed=0
     ),
+    "interval": lambda: quadratic_form(A, A[0], 1.0),
     "solution": lambda: CGInverseLinearOperator(A).solve(A[0]),
     "least squares": lambda: LSMRInverseLinearOperator(A).matvec_with_info(A[0]),
 }
