@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from curvlinops.algorithms.by_layer import by_layer
 from curvlinops.algorithms.callbacks import Iteration
+from curvlinops.algorithms.certified import CertifiedScores, certified_scores
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
     ConvergenceError,
@@ -71,6 +72,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockDiagonalLinearOperator",
     "CGInverseLinearOperator",
+    "CertifiedScores",
     "ConvergenceError",
     "ConvergenceWarning",
     "DataLinearOperator",
@@ -113,6 +115,7 @@ __all__ = [
     "TransposedJacobianLinearOperator",
     "bilinear_form",
     "by_layer",
+    "certified_scores",
     "dottest",
     "eigsh",
     "hutchinson_diag",

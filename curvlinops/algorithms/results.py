@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.callbacks import Iteration
+from curvlinops.algorithms.certified import CertifiedScores
 from curvlinops.algorithms.eigsh import Eigenpairs
 from curvlinops.algorithms.intervals import Interval
 from curvlinops.algorithms.krylov import Solution
@@ -18,7 +19,16 @@ from curvlinops.algorithms.spectrum import SpectralDensity
 
 # torch.load(weights_only=True) reads them: they have tensors, numbers and dictionaries only
 torch.serialization.add_safe_globals(
-    [Eigenpairs, Estimate, Interval, Iteration, LSMRSolution, Solution, SpectralDensity]
+    [
+        CertifiedScores,
+        Eigenpairs,
+        Estimate,
+        Interval,
+        Iteration,
+        LSMRSolution,
+        Solution,
+        SpectralDensity,
+    ]
 )
 
 

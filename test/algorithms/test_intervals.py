@@ -1,7 +1,7 @@
 """Intervals of quadratic and bilinear forms of inverses: they contain the truth."""
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matrices
 import mpmath
@@ -17,7 +17,9 @@ from curvlinops import (
     HessianLinearOperator,
     KFACLinearOperator,
     KroneckerProductLinearOperator,
+    PerSampleGradientLinearOperator,
     bilinear_form,
+    certified_scores,
     quadratic_form,
 )
 
@@ -324,3 +326,45 @@ def test_refused(name: str):
     call, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- scores
+
+
+def scores(damping: float, top: int, rows: Any = None, **options: Any) -> tuple[Any, Tensor]:
+    """Return certified scores of samples with the first as query, and the exact scores."""
+    operator = build(PerSampleGradientLinearOperator, MODEL, DATA)
+    gradients, K = dense(PerSampleGradientLinearOperator, MODEL, DATA), STRUCTURES["EKFAC"]()
+    query = gradients[0]
+    if rows is not None:
+        gradients = operator = gradients[rows]
+    found = certified_scores(operator, query, G, K, damping, top, **options)
+    return found, gradients @ torch.linalg.solve(DENSE + damping * EYE, query)
+
+
+@pytest.mark.parametrize("damping", [1.0, 1e-2])
+@pytest.mark.parametrize("top", [1, 4, 100])
+def test_scores_are_refined_until_their_order_is_decided(damping: float, top: int):
+    found, exact = scores(damping, top)
+    assert found.is_decided and found.num_products <= 30
+    assert len(found.rows) == len(set(found.rows.tolist())) == min(top, len(exact))
+    mine = exact[found.rows]
+    assert (found.lower <= mine).all() and (mine <= found.upper).all()
+    assert (mine.diff() < 0).all() and (found.lower[:-1] > found.upper[1:]).all()
+    K = STRUCTURES["EKFAC"]().damped(damping).inverse()
+    gradients = dense(PerSampleGradientLinearOperator, MODEL, DATA)
+    estimates = gradients @ (K @ gradients[0])
+    torch.testing.assert_close(found.estimates, estimates[found.rows])
+    assert set(found.rows.tolist()) == set(estimates.argsort(descending=True)[:top].tolist())
+
+
+@pytest.mark.parametrize("options", [{"rows": [2, 0, 2]}, {"rows": None, "num_products": 2}])
+def test_scores_that_stay_undecided(options: dict[str, Any]):
+    found, exact = scores(1e-3, 8, **options)
+    assert not found.is_decided
+    assert (found.lower <= exact[found.rows]).all() and (exact[found.rows] <= found.upper).all()
+
+
+def test_scores_take_one_query():
+    with pytest.raises(ValueError, match="query must be a single vector"):
+        certified_scores(EYE, EYE[:, :2], G, STRUCTURES["EKFAC"](), 1.0)
