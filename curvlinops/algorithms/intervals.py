@@ -22,7 +22,7 @@ So intervals become wider if a model rounds more inside (bfloat16, autocast, TF3
 
 from collections.abc import Callable
 from functools import partial
-from math import isfinite
+from math import isfinite, log, log1p
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
-from curvlinops.support.arguments import check_count, check_number
+from curvlinops.support.arguments import check_choice, check_count, check_number
 
 #: The assumed error of a product, in units of eps and of the matrix's norm.
 _PRODUCT = 32
@@ -73,6 +73,7 @@ def quadratic_form(
     *,
     preconditioner: Preconditioner = None,
     callback: Callback = None,
+    function: str = "inverse",
 ) -> Interval:
     """Enclose ``g^T (A + damping I)^-1 g`` for a positive semidefinite matrix A.
 
@@ -82,8 +83,8 @@ def quadratic_form(
     need a positive semidefinite matrix. One with negative eigenvalues is refused if the products
     show one, but they may not.
 
-    Operators with structure that have an inverse, such as KFAC and EKFAC, give their exact value,
-    up to rounding, as both bounds.
+    Operators with structure that have an inverse, such as KFAC and EKFAC, give its exact form, up
+    to rounding, as both bounds.
 
     Args:
         A: A positive semidefinite operator or matrix of any kind, ``[D, D]``, such as
@@ -99,6 +100,9 @@ def quadratic_form(
         callback: A function that is called with an ``Iteration`` after each product but
             the first. ``values`` are lower and upper bounds, ``[2]`` or ``[2, K]``. If it returns
             ``True``, these are the result.
+        function: ``"inverse"``; or ``"log"`` for ``g^T log(A + damping I) g``, whose mean over
+            random vectors g estimates a log-determinant. Then ``rtol`` is relative to ``g^T g``,
+            and there is no preconditioner.
 
     Returns:
         The interval, a named tuple of ``lower``, ``upper`` and ``num_products``.
@@ -122,10 +126,11 @@ def quadratic_form(
         return _first(forms) if is_single else forms
 
     rows = matrix.read_rows(g)
-    rounded = matrix.space.norms(rows)
-    return _enclose(
-        matrix, rows, rounded, damping, num_products, rtol, preconditioner, callback, combine
-    )
+    rounded, options = matrix.space.norms(rows), (num_products, rtol, preconditioner, callback)
+    is_log = check_choice("function", function, ("inverse", "log")) == "log"
+    if is_log and preconditioner is not None:
+        raise ValueError("function='log' takes no preconditioner.")
+    return _enclose(matrix, rows, rounded, damping, *options, combine, is_log)
 
 
 @solves("bilinear_form")
@@ -200,6 +205,7 @@ def _enclose(
     preconditioner: Preconditioner,
     callback: Callback,
     combine: _Combine,
+    is_log: bool = False,
 ) -> Interval:
     """Enclose quadratic forms, and combine them to the result.
 
@@ -213,6 +219,7 @@ def _enclose(
         preconditioner: Approximates the inverse.
         callback: The user's callback.
         combine: Takes the intervals of all rows; returns the result.
+        is_log: Whether the function is the logarithm.
     """
     damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
     if not 0 < damping or not isfinite(damping):
@@ -226,7 +233,7 @@ def _enclose(
     operator.domain.check_compatible(operator.codomain)
     sizes = check_sizes(space, rows)
     squares = sizes.square()
-    if (values := _exact(operator, rows, damping)) is not None:
+    if not is_log and (values := _exact(operator, rows, damping)) is not None:
         return combine(Interval(values, values.clone(), 0))
     found = Interval(torch.zeros_like(squares), squares / damping, 0)
     index, iteration = sizes.nonzero().squeeze(1), 0
@@ -237,6 +244,8 @@ def _enclose(
     while len(search.s.index) and search.m < num_products:
         search.extend(approximate)
         low, high, rounding = search.bounds()
+        if is_log:
+            low, high, rounding = search.bounds_of_log()
         if search.m == 1 < num_products:  # the first product may not show the norm of the matrix
             continue
         index, iteration = search.s.index.to(squares.device), iteration + 1
@@ -253,7 +262,8 @@ def _enclose(
         )
         if stops(callback, operator, state):
             break
-        search.s.keep(high - low > (rtol * high).maximum(2 * rounding))
+        goal = rtol * (torch.ones_like(high) if is_log else high)
+        search.s.keep(high - low > goal.maximum(2 * rounding))
     return combine(found)
 
 
@@ -283,9 +293,9 @@ class _Search:
         s: The state, of which ``keep`` keeps some vectors. ``Z`` and ``V`` are orthonormal bases of
             the directions and of their products, ``[K, m, D]``; ``residual`` is
             ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span of V, ``[K, D]``.
-            On the CPU are ``S = Z A Z^T`` and ``R = V A Z^T``, ``[K, num, num]``, ``b = Z g`` and
-            ``t = V g``, ``[K, num]``, of which the first m entries count, and ``unit``, the error
-            of g, ``[K]``.
+            On the CPU are ``S = Z A Z^T``, ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``,
+            ``[K, num, num]``, ``b = Z g`` and ``t = V g``, ``[K, num]``, of which the first m
+            entries count, and ``unit``, the error of g, ``[K]``.
     """
 
     def __init__(
@@ -301,11 +311,11 @@ class _Search:
         self.eps, self.m = torch.finfo(matrix.dtype).eps, 0
         #: The largest norm of a product, and the largest asymmetry.
         self.norm = self.asymmetry = 0.0
-        S, R = torch.zeros(2, len(rows), num, num, dtype=torch.float64, device="cpu")
+        S, R, P = torch.zeros(3, len(rows), num, num, dtype=torch.float64, device="cpu")
         b, t = torch.zeros(2, len(rows), num, dtype=torch.float64, device="cpu")
         none = rows.new_empty(len(rows), 0, rows.shape[1])
         self.s = Systems(index=index, g=rows, residual=rows, rest=rows, Z=none, V=none)
-        vars(self.s).update(S=S, R=R, b=b, t=t, unit=_PRODUCT * self.eps * rounded)
+        vars(self.s).update(S=S, R=R, P=P, b=b, t=t, unit=_PRODUCT * self.eps * rounded)
 
     def extend(self, preconditioner: TorchLinearOperator | None) -> None:
         """Multiply the next direction of each vector."""
@@ -361,6 +371,36 @@ class _Search:
         upper = (outside + noise * size_y + s.unit) ** 2 / d + energy + noise * size_y**2
         rounding = doubt + upper - outside**2 / d - energy
         return (lower - doubt).clamp(min=0.0), upper, rounding
+
+    def bounds_of_log(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bounds of the forms of ``log(A + d I)``, and the widths of rounding, ``[K]``.
+
+        The logarithm is concave, so that a form is at most that of the projected matrix (Jensen's
+        inequality for operators). It is monotone, so that a form is at least that of a matrix below
+        A: of Nystrom's approximation ``W S^-1 W^T`` from the products ``W = A Z^T``.
+        """
+        s, m, d, overlaps = self.s, self.m, self.damping, self.space.overlaps
+        s.P[:, m - 1, :m] = overlaps(s.Z, s.V[:, -1]).double().cpu()
+        s.P[:, :m, m - 1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
+        R, S, P = s.R[:, :m, :m], s.S[:, :m, :m], s.P[:, :m, :m]
+        values, vectors = torch.linalg.eigh((S + S.mT) / 2)
+        noise = max(self._noise(R, S), -_FROM_SIGNS * float(values.min()))
+        values = values.clamp(min=0.0)
+        upper = _dots(vectors[:, 0] ** 2, (values + d).log())  # the first direction is g
+        # of A + shift I, whose projection stays positive; in the span of V, and of Z outside
+        shift = max(noise, torch.finfo(torch.float64).tiny)
+        outside = torch.linalg.eigh(torch.eye(m, dtype=P.dtype, device="cpu") - P.mT @ P)
+        root = outside.eigenvectors * outside.eigenvalues.clamp(min=0.0).sqrt().unsqueeze(1)
+        root = root @ outside.eigenvectors.mT
+        W = torch.cat([R + shift * P, shift * root], 1) @ vectors
+        U, sizes, _ = torch.linalg.svd(
+            W / (values + shift).sqrt().unsqueeze(1), full_matrices=False
+        )
+        g = torch.cat([P[:, :, 0], root[:, :, 0]], 1)
+        lower = log(d) + _dots(_multiply(U.mT, g) ** 2, (sizes.square() / d).log1p())
+        unit = s.unit * (1 + max(abs(log(d)), abs(log(d + self.norm))))
+        doubt = log1p(_FROM_SIGNS * noise / d) + unit
+        return (lower - doubt).maximum(log(d) - unit), upper + doubt, 2 * doubt
 
     def _noise(self, R: Tensor, S: Tensor) -> float:
         """Return the largest error that a product with a unit vector is assumed to have."""

@@ -133,6 +133,52 @@ def test_intervals_contain_the_truth_of_many():
         check(draw(np.random.default_rng(seed)))
 
 
+def log_truth(root: np.ndarray, G: np.ndarray, damping: float) -> np.ndarray:
+    """Return ``g^T log(B B^T + damping I) g`` of columns, by eigenvectors with 60 digits."""
+    B = _precise(root)
+    M = B @ B.T + np.diag(_precise(np.full(len(B), damping)))
+    values, vectors = mpmath.eigsy(mpmath.matrix(M.tolist()))
+    overlaps = np.array(vectors.tolist(), dtype=object).reshape(M.shape).T @ _precise(G)
+    logs = np.array([mpmath.log(value) for value in values], dtype=object)
+    return (overlaps * overlaps * logs[:, None]).sum(0)
+
+
+def check_log(case: Case) -> None:
+    """Check the intervals of logarithms of matrices, of at most seven dimensions."""
+    if len(case.root) > 7:
+        return
+    exact = log_truth(case.root, case.G, case.damping)
+    for dtype in (torch.float64, torch.float32):
+        A, G = (torch.from_numpy(x).to(dtype) for x in (case.root @ case.root.T, case.G))
+        options = (case.damping, case.num_products, case.rtol)
+        found = quadratic_form(A, G, *options, function="log")
+        assert (_precise(found.lower) <= exact).all() and (exact <= _precise(found.upper)).all()
+
+
+def test_logarithms_contain_the_truth():
+    for seed in range(100):
+        check_log(draw(np.random.default_rng(seed)))
+
+
+@pytest.mark.slow
+def test_logarithms_contain_the_truth_of_many():
+    for seed in range(100, 10_000):
+        check_log(draw(np.random.default_rng(seed)))
+
+
+def test_log_determinant_and_effective_dimension():
+    """The intervals of all unit vectors add up to the interval of the trace."""
+    A = matrices.symmetric("clustered")
+    eye = torch.eye(len(A), dtype=torch.float64)
+    logs = quadratic_form(A, eye, 0.1, rtol=1e-6, function="log")
+    exact = torch.logdet(A + 0.1 * eye)
+    assert logs.lower.sum() <= exact <= logs.upper.sum() <= logs.lower.sum() + 1e-6 * len(A)
+    inverses = quadratic_form(A, eye, 0.1, rtol=1e-6)
+    exact = torch.linalg.solve(A + 0.1 * eye, A).trace()
+    low, high = (len(A) - 0.1 * bound.sum() for bound in (inverses.upper, inverses.lower))
+    assert low <= exact <= high <= low + 1e-6 * len(A)
+
+
 # --- what they are
 
 
@@ -316,6 +362,16 @@ WRONG = {
     "gradients": (
         lambda: quadratic_form(G, flat(vectors()).requires_grad_(), 1.0),
         "requires gradients",
+    ),
+    "function": (
+        lambda: quadratic_form(SEMIDEFINITE, ONES, 1.0, function="exp"),
+        "function must be one of",
+    ),
+    "preconditioned logarithm": (
+        lambda: quadratic_form(
+            SEMIDEFINITE, ONES, 1.0, preconditioner=SEMIDEFINITE, function="log"
+        ),
+        "takes no preconditioner",
     ),
     "not square": (lambda: quadratic_form(SEMIDEFINITE[:3], ONES, 1.0), "must be square"),
 }
