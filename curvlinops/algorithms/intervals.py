@@ -238,9 +238,8 @@ def _enclose(
     found = Interval(torch.zeros_like(squares), squares / damping, 0)
     index, iteration = sizes.nonzero().squeeze(1), 0
     units = scaled(1 / sizes[index], rows[index])
-    search = _Search(
-        matrix, units, (rounded[index] / sizes[index]).cpu(), index.cpu(), damping, num_products
-    )
+    rounded = (rounded[index] / sizes[index]).cpu()
+    search = _Search(matrix, units, rounded, index.cpu(), damping)
     while len(search.s.index) and search.m < num_products:
         search.extend(approximate)
         low, high, rounding = search.bounds()
@@ -287,15 +286,14 @@ class _Search:
         rounded: The norms of what they were computed from, ``[K]``, on the CPU.
         index: Their numbers, ``[K]``, on the CPU.
         damping: The damping d.
-        num: The largest number of directions.
 
     Attributes:
         s: The state, of which ``keep`` keeps some vectors. ``Z`` and ``V`` are orthonormal bases of
             the directions and of their products, ``[K, m, D]``; ``residual`` is
             ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span of V, ``[K, D]``.
             On the CPU are ``S = Z A Z^T``, ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``,
-            ``[K, num, num]``, ``b = Z g`` and ``t = V g``, ``[K, num]``, of which the first m
-            entries count, and ``unit``, the error of g, ``[K]``.
+            ``[K, m, m]``, ``b = Z g`` and ``t = V g``, ``[K, m]``, and ``unit``, the error of g,
+            ``[K]``.
     """
 
     def __init__(
@@ -305,17 +303,16 @@ class _Search:
         rounded: Tensor,
         index: Tensor,
         damping: float,
-        num: int,
     ):
         self.matrix, self.space, self.damping = matrix, matrix.space, damping
         self.eps, self.m = torch.finfo(matrix.dtype).eps, 0
         #: The largest norm of a product, and the largest asymmetry.
         self.norm = self.asymmetry = 0.0
-        S, R, P = torch.zeros(3, len(rows), num, num, dtype=torch.float64, device="cpu")
-        b, t = torch.zeros(2, len(rows), num, dtype=torch.float64, device="cpu")
         none = rows.new_empty(len(rows), 0, rows.shape[1])
-        self.s = Systems(index=index, g=rows, residual=rows, rest=rows, Z=none, V=none)
-        vars(self.s).update(S=S, R=R, P=P, b=b, t=t, unit=_PRODUCT * self.eps * rounded)
+        empty = torch.zeros(len(rows), 0, 0, dtype=torch.float64, device="cpu")
+        self.s = Systems(index=index, unit=_PRODUCT * self.eps * rounded)
+        vars(self.s).update(g=rows, residual=rows, rest=rows, Z=none, V=none)
+        vars(self.s).update(S=empty, R=empty, P=empty, b=empty.sum(2), t=empty.sum(2))
 
     def extend(self, preconditioner: TorchLinearOperator | None) -> None:
         """Multiply the next direction of each vector."""
@@ -325,12 +322,14 @@ class _Search:
         if preconditioner is not None and m != 1:
             z = preconditioner._multiply_rows(z).to(z)
         z, _, _ = _unit(space, z, s.Z)
+        s.S, s.R, s.P = (torch.nn.functional.pad(x, (0, 1, 0, 1)) for x in (s.S, s.R, s.P))
+        s.b, s.t = (torch.nn.functional.pad(x, (0, 1)) for x in (s.b, s.t))
         s.b[:, m] = space.dots(z, s.g).cpu()
         of_earlier = space.overlaps(s.V, z).double().cpu().unsqueeze(1)
-        s.S[:, m : m + 1, :m] = of_earlier @ s.R[:, :m, :m]
+        s.S[:, m:, :m] = of_earlier @ s.R[:, :m, :m]
         s.Z = torch.cat([s.Z, z.unsqueeze(1)], 1)
         w = (self.matrix @ z.T).T.contiguous()
-        s.S[:, : m + 1, m] = space.overlaps(s.Z, w).double().cpu()
+        s.S[:, :, m] = space.overlaps(s.Z, w).double().cpu()
         v, overlaps, size = _unit(space, w, s.V)
         s.R[:, :m, m], s.R[:, m, m] = overlaps.cpu(), size.cpu()
         s.V = torch.cat([s.V, v.unsqueeze(1)], 1)
@@ -345,7 +344,7 @@ class _Search:
             ValueError: If the matrix is not symmetric, or not positive semidefinite.
         """
         s, m, d = self.s, self.m, self.damping
-        R, S, b, t = s.R[:, :m, :m], s.S[:, :m, :m], s.b[:, :m], s.t[:, :m]
+        R, S, b, t = s.R, s.S, s.b, s.t
         noise, S = self._noise(R, S), (S + S.mT) / 2
         values, vectors = torch.linalg.eigh(S)
         negative = -float(values.min())
@@ -380,9 +379,9 @@ class _Search:
         A: of Nystrom's approximation ``W S^-1 W^T`` from the products ``W = A Z^T``.
         """
         s, m, d, overlaps = self.s, self.m, self.damping, self.space.overlaps
-        s.P[:, m - 1, :m] = overlaps(s.Z, s.V[:, -1]).double().cpu()
-        s.P[:, :m, m - 1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
-        R, S, P = s.R[:, :m, :m], s.S[:, :m, :m], s.P[:, :m, :m]
+        s.P[:, -1] = overlaps(s.Z, s.V[:, -1]).double().cpu()
+        s.P[:, :, -1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
+        R, S, P = s.R, s.S, s.P
         values, vectors = torch.linalg.eigh((S + S.mT) / 2)
         noise = max(self._noise(R, S), -_FROM_SIGNS * float(values.min()))
         values = values.clamp(min=0.0)
