@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from curvlinops.algorithms.callbacks import Iteration
+from curvlinops.algorithms.certified import CertifiedScores, certified_scores
 from curvlinops.algorithms.cg import CGInverseLinearOperator
 from curvlinops.algorithms.convergence import (
     ConvergenceError,
@@ -18,6 +19,7 @@ from curvlinops.algorithms.hutchinson import (
     hutchinson_trace,
     hutchpp_trace,
 )
+from curvlinops.algorithms.intervals import Interval, bilinear_form, quadratic_form
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution
@@ -71,6 +73,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockDiagonalLinearOperator",
     "CGInverseLinearOperator",
+    "CertifiedScores",
     "ConvergenceError",
     "ConvergenceWarning",
     "DataLinearOperator",
@@ -87,6 +90,7 @@ __all__ = [
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
+    "Interval",
     "Iteration",
     "JacobianLinearOperator",
     "KFACInverseLinearOperator",
@@ -112,7 +116,9 @@ __all__ = [
     "SumOfKroneckersLinearOperator",
     "TorchLinearOperator",
     "TransposedJacobianLinearOperator",
+    "bilinear_form",
     "by_layer",
+    "certified_scores",
     "dottest",
     "eigsh",
     "hutchinson_diag",
@@ -127,6 +133,7 @@ __all__ = [
     "plot_by_layer",
     "plot_loss",
     "plot_spectrum",
+    "quadratic_form",
     "select_parameters",
     "to_plain",
     "trace_function",

@@ -25,6 +25,7 @@ READING_ORDER = (
     "preconditioned_cg",
     "laplace",
     "influence",
+    "intervals",
     "tangent_kernel",
     "lora_gpt2",
     "influence_lora",

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.linear_operator.vectors import Vectors, is_native
-from curvlinops.support.arguments import without_graph
+from curvlinops.support.arguments import LISTS, MAPPINGS, without_graph
 from curvlinops.support.progress import count_products
 
 #: A function that multiplies vectors.
@@ -102,6 +102,14 @@ class Matrix:
         domain = self.operator.domain
         x = x if is_native(x) else np.array(x)
         return domain.join_rows(self.operator._to_columns(x, domain)[0])
+
+    def is_vector(self, x: Vectors) -> bool:
+        """Return whether a user's vectors are a single one, without an axis for columns."""
+        x = x if is_native(x) else np.array(x)
+        if not isinstance(x, (LISTS, MAPPINGS)):
+            return x.ndim == 1
+        name, shape = next(iter(self.space.shapes.items()))
+        return (x[name] if isinstance(x, MAPPINGS) else x[0]).ndim == len(shape)
 
 
 def as_operator(A: AnyMatrix) -> TorchLinearOperator:

@@ -14,7 +14,7 @@ from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback,
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, nearest, without_graph
 from curvlinops.support.progress import show_residuals
@@ -199,15 +199,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         with solver(type(self).__name__, self, callback=self._callback):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
-            sizes = self.domain.norms(B)
-            # the squares of other norms overflow or underflow in float64
-            if bool(
-                (sizes != sizes.clamp(1e-150, 1e150))[self.domain.norms((B != 0).to(B)) > 0].any()
-            ):
-                raise ValueError(
-                    "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale "
-                    "the right-hand sides."
-                )
+            sizes = check_sizes(self.domain, B)
             goal = (self.rtol * sizes).clamp(min=self.atol)
             X, R = torch.zeros_like(B), B
             if x0 is not None:
@@ -392,6 +384,17 @@ class IterationLog:
     def history(self) -> Tensor:
         """Return the residual norms after each iteration, ``[num_iterations, K]``."""
         return torch.stack(self._residuals)[1:]
+
+
+def check_sizes(space: ParameterSpace, rows: Tensor) -> Tensor:
+    """Return the norms of vectors ``[K, D]``, whose squares neither over- nor underflow."""
+    sizes = space.norms(rows)
+    if bool((sizes != sizes.clamp(1e-150, 1e150))[space.norms((rows != 0).to(rows)) > 0].any()):
+        raise ValueError(
+            "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale the "
+            "right-hand sides."
+        )
+    return sizes
 
 
 def add_scaled(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:

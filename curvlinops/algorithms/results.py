@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.callbacks import Iteration
+from curvlinops.algorithms.certified import CertifiedScores
 from curvlinops.algorithms.eigsh import Eigenpairs
+from curvlinops.algorithms.intervals import Interval
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lsmr import LSMRSolution
 from curvlinops.algorithms.sampling import Estimate
@@ -17,7 +19,16 @@ from curvlinops.algorithms.spectrum import SpectralDensity
 
 # torch.load(weights_only=True) reads them: they have tensors, numbers and dictionaries only
 torch.serialization.add_safe_globals(
-    [Eigenpairs, Estimate, Iteration, LSMRSolution, Solution, SpectralDensity]
+    [
+        CertifiedScores,
+        Eigenpairs,
+        Estimate,
+        Interval,
+        Iteration,
+        LSMRSolution,
+        Solution,
+        SpectralDensity,
+    ]
 )
 
 

@@ -28,6 +28,10 @@ def neumann(A: object, **options: object) -> C.NeumannInverseLinearOperator:
     return C.NeumannInverseLinearOperator(A, 60, preconditioner=P, **options)
 
 
+def forms(interval: C.Interval) -> Tensor:
+    return torch.stack(interval[:2])
+
+
 #: Calls whose results are the field ``iterate``. The right-hand sides are the columns of ``B``.
 SOLVERS = {
     "CG": lambda A, **o: C.CGInverseLinearOperator(A, **o) @ B,
@@ -50,6 +54,8 @@ ESTIMATORS = {
     "xnystrace, rtol": lambda A, **o: C.xnystrace(A, 20, rtol=1e-5, **SAMPLING, **o),
     "trace_function": lambda A, **o: C.trace_function(A, torch.exp, 5, 8, **SAMPLING, **o),
     "lanczos_logdet": lambda A, **o: C.lanczos_logdet(A, 20, 8, **SAMPLING, **o),
+    "quadratic_form": lambda A, **o: forms(C.quadratic_form(A, B, 1e-3, **o)),
+    "bilinear_form": lambda A, **o: forms(C.bilinear_form(A, B, B[:, 0], 1e-3, **o)),
     "exact": lambda A, **o: C.hutchinson_trace(A, 30, **SAMPLING, **o),
 }
 CALLS = SOLVERS | ESTIMATORS

@@ -10,20 +10,27 @@ import torch
 
 from curvlinops import (
     CGInverseLinearOperator,
+    IdentityLinearOperator,
     LSMRInverseLinearOperator,
+    ParameterSpace,
+    certified_scores,
     eigsh,
     hutchinson_diag,
     lanczos_approximate_spectrum,
+    quadratic_form,
     to_plain,
 )
 
 A = torch.from_numpy(matrices.large("positive"))[:20, :20].contiguous()
+SPACE = ParameterSpace({"": (20,)}, torch.float64)
 RESULTS = {
     "eigenpairs": lambda: eigsh(A, 3, seed=0),
     "estimate": lambda: hutchinson_diag(A, 5, return_error=True, seed=0),
     "density": lambda: lanczos_approximate_spectrum(
         A, 4, num_points=8, num_repeats=2, return_error=True, seed=0
     ),
+    "interval": lambda: quadratic_form(A, A[0], 1.0),
+    "scores": lambda: certified_scores(A, A[0], A, IdentityLinearOperator(SPACE), 1.0, top=3),
     "solution": lambda: CGInverseLinearOperator(A).solve(A[0]),
     "least squares": lambda: LSMRInverseLinearOperator(A).matvec_with_info(A[0]),
 }
@@ -46,7 +53,7 @@ def test_json(name: str):
         n: getattr(result, n) for n in dir(result) if isinstance(getattr(result, n), torch.Tensor)
     }
     large = {"eigenvectors", "x"}
-    assert fields and fields.keys() - large == plain.keys() - {"num_products"}
+    assert fields and fields.keys() - large == plain.keys() - {"num_products", "is_decided"}
     for field in fields.keys() - large:
         np.testing.assert_array_equal(plain[field], fields[field])
     assert large & fields.keys() <= to_plain(result, skip=()).keys()

@@ -700,6 +700,11 @@ def solvers() -> None:
     ):
         found = solver(G, damping=0.1, rtol=1e-12, **options) @ mine
         assert error(joined(own, found), expected) <= 1e-10
+    for options in ({}, {"preconditioner": K}):
+        interval = curvlinops.quadratic_form(G, mine, 0.1, rtol=1e-8, **options)
+        assert interval.lower <= v @ expected <= interval.upper
+        assert interval.upper - interval.lower <= 1e-7 * interval.upper
+        assert_same_everywhere(torch.stack(interval[:2]))
     series = curvlinops.NeumannInverseLinearOperator(G.damped(0.5), num_terms=100, scale=0.5)
     assert error(joined(own, series @ mine), torch.linalg.solve(M + 0.5 * eye, v)) <= 1e-8
     for which in ("LM", "SA"):

@@ -65,7 +65,7 @@ TESTS = {
         algorithms/eigsh::test_structured_operators_know_their_eigenpairs""",
     "algorithms": """
         algorithms/as_operator algorithms/submatrix algorithms/spectrum algorithms/estimators
-        algorithms/inverses algorithms/eigsh algorithms/callbacks
+        algorithms/inverses algorithms/eigsh algorithms/callbacks algorithms/intervals
         risk/linearized algorithms/results""",
     "operators": """
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint

@@ -38,6 +38,8 @@ ALGORITHMS: dict[str, Callable[[TorchLinearOperator], Any]] = {
     "xnystrace": lambda A: C.xnystrace(A, 6, seed=0),
     "trace_function": lambda A: C.trace_function(A, torch.exp, 3, seed=0),
     "lanczos_logdet": lambda A: C.lanczos_logdet(A, seed=0),
+    "quadratic_form": lambda A: C.quadratic_form(A, ones(A, 2), 0.1, 5, 0)[:2],
+    "bilinear_form": lambda A: C.bilinear_form(A, ones(A), ones(A, 2), 0.1, 5, 0)[:2],
     "spectrum": lambda A: C.lanczos_approximate_spectrum(A=A, ncv=3, seed=0),
     "cached spectrum": lambda A: Spectrum(A, 3, seed=0).approximate_spectrum(),
     "log spectrum": lambda A: C.lanczos_approximate_log_spectrum(A, 3, seed=0),

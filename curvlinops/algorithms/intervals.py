@@ -1,0 +1,443 @@
+"""Intervals that contain quadratic forms of an inverse.
+
+For a positive semidefinite matrix A and a damping ``d > 0``, every vector x gives a lower bound,
+and every vector y an upper one:
+
+    2 g^T x - x^T (A + d I) x  <=  g^T (A + d I)^-1 g  <=  |g - A y|^2 / d + y^T A y
+
+Both are equal to the form at ``x = y = (A + d I)^-1 g``. Here x and y are the best vectors in the
+span of some directions whose products with A are known. For the directions g, A g, A^2 g, ... the
+bounds are the quadrature rules of Gauss, and of Gauss and Radau with the node d (Golub and Meurant,
+Matrices, moments and quadrature with applications, 2010, chapters 6 and 7). A preconditioner P
+gives better directions: P times residuals. The bounds hold for all directions, hence for any
+preconditioner, and whether or not the directions lose their orthogonality.
+
+Rounding. A product with a unit vector is assumed to have an error of norm ``noise`` at most, and
+both bounds are widened by what such errors change. ``noise`` is ``32 eps`` of the products' dtype
+times the largest norm of a product with a unit vector. If they are larger, it is four times the
+largest asymmetry ``|z_i^T A z_j - z_j^T A z_i|`` of the directions, or four times the negative part
+of the projected matrix ``Z A Z^T``: of a positive semidefinite matrix, rounding alone makes these.
+So intervals become wider if a model rounds more inside (bfloat16, autocast, TF32).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import isfinite, log, log1p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
+from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
+from curvlinops.algorithms.krylov import ASYMMETRY, Systems, add_scaled, check_sizes, scaled
+from curvlinops.algorithms.solver import solves
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.vectors import Vectors
+from curvlinops.support.arguments import check_choice, check_count, check_number
+
+#: The assumed error of a product, in units of eps and of the matrix's norm.
+_PRODUCT = 32
+#: The assumed ratio of a product's error to the asymmetries and negative values that it causes.
+_FROM_SIGNS = 4
+#: Negative values of more times the error of a product are not taken for rounding.
+_NEGATIVE = 100
+
+
+class Interval(NamedTuple):
+    """Numbers that lie between two bounds.
+
+    Attributes:
+        lower: The lower bound, a scalar, or ``[K]`` for K columns; float64.
+        upper: The upper bound, of the same shape.
+        num_products: The number of products with each vector. All columns are multiplied at once.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    num_products: int
+
+
+#: Takes the bounds of all rows; returns those that the user gets.
+_Combine = Callable[[Interval], Interval]
+
+
+@solves("quadratic_form")
+def quadratic_form(
+    A: AnyMatrix,
+    g: Vectors,
+    damping: float,
+    num_products: int = 50,
+    rtol: float = 1e-2,
+    *,
+    preconditioner: Preconditioner = None,
+    callback: Callback = None,
+    function: str = "inverse",
+) -> Interval:
+    """Enclose ``g^T (A + damping I)^-1 g`` for a positive semidefinite matrix A.
+
+    Such forms are self-influences of samples, and variances of predictions. The bounds hold for any
+    number of products, and account for rounding: with the error of a product at most 32 times the
+    machine precision and the norm of A, or what asymmetries of products show if that is more. They
+    need a positive semidefinite matrix. One with negative eigenvalues is refused if the products
+    show one, but they may not.
+
+    Operators with structure that have an inverse, such as KFAC and EKFAC, give its exact form, up
+    to rounding, as both bounds.
+
+    Args:
+        A: A positive semidefinite operator or matrix of any kind, ``[D, D]``, such as
+            ``GGNLinearOperator``.
+        g: One or several vectors, of any kind that operators multiply.
+        damping: The positive number that is added to the diagonal of A.
+        num_products: The largest number of products for each vector, at least two. Two vectors are
+            held in memory for each product.
+        rtol: The width of the interval, relative to the upper bound, with which a vector takes no
+            more products. It does not, either, if rounding makes half of the width.
+        preconditioner: An operator that approximates ``(A + damping I)^-1``, such as EKFAC's
+            inverse. The bounds hold for any; with a good one, they take fewer products.
+        callback: A function that is called with an ``Iteration`` after each product but
+            the first. ``values`` are lower and upper bounds, ``[2]`` or ``[2, K]``. If it returns
+            ``True``, these are the result.
+        function: ``"inverse"``; or ``"log"`` for ``g^T log(A + damping I) g``, whose mean over
+            random vectors g estimates a log-determinant. Then ``rtol`` is relative to ``g^T g``,
+            and there is no preconditioner.
+
+    Returns:
+        The interval, a named tuple of ``lower``, ``upper`` and ``num_products``.
+
+    Raises:
+        ValueError: If products show that A is not symmetric or not positive semidefinite, or an
+            argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from curvlinops import quadratic_form
+        >>> A, g = torch.diag(torch.arange(5.0).double()), torch.ones(5).double()
+        >>> interval = quadratic_form(A, g, damping=1.0, num_products=3)
+        >>> bool(interval.lower <= 1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5 <= interval.upper)
+        True
+    """
+    matrix = Matrix(A, square=True)
+    is_single = matrix.is_vector(g)
+
+    def combine(forms: Interval) -> Interval:
+        return _first(forms) if is_single else forms
+
+    rows = matrix.read_rows(g)
+    rounded, options = matrix.space.norms(rows), (num_products, rtol, preconditioner, callback)
+    is_log = check_choice("function", function, ("inverse", "log")) == "log"
+    if is_log and preconditioner is not None:
+        raise ValueError("function='log' takes no preconditioner.")
+    return _enclose(matrix, rows, rounded, damping, *options, combine, is_log)
+
+
+@solves("bilinear_form")
+def bilinear_form(
+    A: AnyMatrix,
+    g: Vectors,
+    h: Vectors,
+    damping: float,
+    num_products: int = 50,
+    rtol: float = 1e-2,
+    *,
+    preconditioner: Preconditioner = None,
+    callback: Callback = None,
+) -> Interval:
+    """Enclose ``g^T (A + damping I)^-1 h`` for a positive semidefinite matrix A.
+
+    It is a quarter of the difference of the quadratic forms of ``g + h`` and ``g - h``, with g and
+    h scaled to about equal norms. Such forms are influence scores, and covariances of predictions.
+
+    Args:
+        A: See ``quadratic_form``.
+        g: One or several vectors.
+        h: One vector, or one for each column of ``g``.
+        damping: See ``quadratic_form``.
+        num_products: See ``quadratic_form``. Each pair of vectors takes twice as many.
+        rtol: The width of the interval, relative to the mean of the quadratic forms of g and h,
+            scaled likewise. It is not relative to the bilinear form, which may be zero.
+        preconditioner: See ``quadratic_form``.
+        callback: See ``quadratic_form``. Its values are the bounds of the bilinear form.
+
+    Returns:
+        The interval, as ``quadratic_form``.
+
+    Raises:
+        ValueError: See ``quadratic_form``; or if the numbers of vectors do not fit.
+    """
+    matrix = Matrix(A, square=True)
+    is_single = matrix.is_vector(g) and matrix.is_vector(h)
+    G, H = matrix.read_rows(g), matrix.read_rows(h)
+    num = max(len(G), len(H))
+    if not {len(G), len(H)} <= {1, num}:
+        raise ValueError(f"g has {len(G)} columns, h has {len(H)}: pass equally many, or one.")
+    # a power of two, which rounds nothing; zero if a vector is zero
+    ratios = check_sizes(matrix.space, H) / check_sizes(matrix.space, G)
+    ratios = ratios.log2().div(2).round().exp2().nan_to_num(posinf=0.0)
+    G, H = scaled(ratios, G), scaled((1 / ratios).nan_to_num(posinf=0.0), H)
+
+    def combine(forms: Interval) -> Interval:
+        low, high = forms.lower.view(2, num), forms.upper.view(2, num)
+        pairs = Interval((low[0] - high[1]) / 4, (high[0] - low[1]) / 4, forms.num_products)
+        return _first(pairs) if is_single else pairs
+
+    rounded = (matrix.space.norms(G) + matrix.space.norms(H)).repeat(2)
+    rows = torch.cat([G + H, G - H])
+    return _enclose(
+        matrix, rows, rounded, damping, num_products, rtol, preconditioner, callback, combine
+    )
+
+
+def _first(interval: Interval) -> Interval:
+    """Return the interval of a single vector."""
+    return Interval(interval.lower[0], interval.upper[0], interval.num_products)
+
+
+def _enclose(
+    matrix: Matrix,
+    rows: Tensor,
+    rounded: Tensor,
+    damping: float,
+    num_products: int,
+    rtol: float,
+    preconditioner: Preconditioner,
+    callback: Callback,
+    combine: _Combine,
+    is_log: bool = False,
+) -> Interval:
+    """Enclose quadratic forms, and combine them to the result.
+
+    Args:
+        matrix: The matrix.
+        rows: The vectors, ``[K, D]``.
+        rounded: The norms of what they were computed from, which tell how accurate they are.
+        damping: See ``quadratic_form``, as for the other arguments.
+        num_products: The largest number of products.
+        rtol: The wanted accuracy.
+        preconditioner: Approximates the inverse.
+        callback: The user's callback.
+        combine: Takes the intervals of all rows; returns the result.
+        is_log: Whether the function is the logarithm.
+    """
+    damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
+    if not 0 < damping or not isfinite(damping):
+        raise ValueError(
+            f"damping must be positive and finite, got {damping}. The upper bound rests on it."
+        )
+    num_products = min(check_count("num_products", num_products, 2), matrix.shape[0])
+    check_callback(callback)
+    approximate = read_preconditioner(preconditioner, matrix)
+    operator, space = matrix.operator, matrix.space
+    operator.domain.check_compatible(operator.codomain)
+    sizes = check_sizes(space, rows)
+    squares = sizes.square()
+    if not is_log and (values := _exact(operator, rows, damping)) is not None:
+        return combine(Interval(values, values.clone(), 0))
+    found = Interval(torch.zeros_like(squares), squares / damping, 0)
+    index, iteration = sizes.nonzero().squeeze(1), 0
+    units = scaled(1 / sizes[index], rows[index])
+    rounded = (rounded[index] / sizes[index]).cpu()
+    search = _Search(matrix, units, rounded, index.cpu(), damping)
+    while len(search.s.index) and search.m < num_products:
+        search.extend(approximate)
+        low, high, rounding = search.bounds()
+        if is_log:
+            low, high, rounding = search.bounds_of_log()
+        if search.m == 1 < num_products:  # the first product may not show the norm of the matrix
+            continue
+        index, iteration = search.s.index.to(squares.device), iteration + 1
+        lower, upper = (
+            bound.index_copy(0, index, x.to(squares) * squares[index])
+            for bound, x in zip(found[:2], (low, high), strict=True)
+        )
+        found = Interval(lower, upper, search.m)
+        state = partial(
+            Iteration,
+            iteration=iteration,
+            num_products=matrix.num_products,
+            values=torch.stack(combine(found)[:2]),
+        )
+        if stops(callback, operator, state):
+            break
+        goal = rtol * (torch.ones_like(high) if is_log else high)
+        search.s.keep(high - low > goal.maximum(2 * rounding))
+    return combine(found)
+
+
+def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tensor | None:
+    """Return the quadratic forms of an operator whose structure has an inverse."""
+    if not operator._has_structure:
+        return None
+    try:
+        inverse = operator.damped(damping).inverse()
+    except NotImplementedError:
+        return None
+    return operator.domain.dots(rows, inverse._multiply_rows(rows))
+
+
+class _Search:
+    """Directions z of K unit vectors g, their products, and the bounds that these give.
+
+    Args:
+        matrix: The matrix A.
+        rows: The vectors g, ``[K, D]``.
+        rounded: The norms of what they were computed from, ``[K]``, on the CPU.
+        index: Their numbers, ``[K]``, on the CPU.
+        damping: The damping d.
+
+    Attributes:
+        s: The state, of which ``keep`` keeps some vectors. ``Z`` and ``V`` are orthonormal bases of
+            the directions and of their products, ``[K, m, D]``; ``residual`` is
+            ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span of V, ``[K, D]``.
+            On the CPU are ``S = Z A Z^T``, ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``,
+            ``[K, m, m]``, ``b = Z g`` and ``t = V g``, ``[K, m]``, and ``unit``, the error of g,
+            ``[K]``.
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        rows: Tensor,
+        rounded: Tensor,
+        index: Tensor,
+        damping: float,
+    ):
+        self.matrix, self.space, self.damping = matrix, matrix.space, damping
+        self.eps, self.m = torch.finfo(matrix.dtype).eps, 0
+        #: The largest norm of a product, and the largest asymmetry.
+        self.norm = self.asymmetry = 0.0
+        none = rows.new_empty(len(rows), 0, rows.shape[1])
+        empty = torch.zeros(len(rows), 0, 0, dtype=torch.float64, device="cpu")
+        self.s = Systems(index=index, unit=_PRODUCT * self.eps * rounded)
+        vars(self.s).update(g=rows, residual=rows, rest=rows, Z=none, V=none)
+        vars(self.s).update(S=empty, R=empty, P=empty, b=empty.sum(2), t=empty.sum(2))
+
+    def extend(self, preconditioner: TorchLinearOperator | None) -> None:
+        """Multiply the next direction of each vector."""
+        s, m, space = self.s, self.m, self.space
+        # after the product with a product, the norm of the matrix is known
+        z = s.V[:, 0] if m == 1 else s.residual
+        if preconditioner is not None and m != 1:
+            z = preconditioner._multiply_rows(z).to(z)
+        z, _, _ = _unit(space, z, s.Z)
+        s.S, s.R, s.P = (torch.nn.functional.pad(x, (0, 1, 0, 1)) for x in (s.S, s.R, s.P))
+        s.b, s.t = (torch.nn.functional.pad(x, (0, 1)) for x in (s.b, s.t))
+        s.b[:, m] = space.dots(z, s.g).cpu()
+        of_earlier = space.overlaps(s.V, z).double().cpu().unsqueeze(1)
+        s.S[:, m:, :m] = of_earlier @ s.R[:, :m, :m]
+        s.Z = torch.cat([s.Z, z.unsqueeze(1)], 1)
+        w = (self.matrix @ z.T).T.contiguous()
+        s.S[:, :, m] = space.overlaps(s.Z, w).double().cpu()
+        v, overlaps, size = _unit(space, w, s.V)
+        s.R[:, :m, m], s.R[:, m, m] = overlaps.cpu(), size.cpu()
+        s.V = torch.cat([s.V, v.unsqueeze(1)], 1)
+        t = space.dots(v, s.rest)
+        s.t[:, m], s.rest = t.cpu(), add_scaled(s.rest, -t, v)
+        self.m = m + 1
+
+    def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return lower and upper bounds, and how much wider rounding makes each interval, ``[K]``.
+
+        Raises:
+            ValueError: If the matrix is not symmetric, or not positive semidefinite.
+        """
+        s, m, d = self.s, self.m, self.damping
+        R, S, b, t = s.R, s.S, s.b, s.t
+        noise, S = self._noise(R, S), (S + S.mT) / 2
+        values, vectors = torch.linalg.eigh(S)
+        negative = -float(values.min())
+        # smaller ones may be rounding, and widen the interval
+        if negative > _NEGATIVE * noise and m >= min(2, self.matrix.shape[0]):
+            raise ValueError(
+                f"The matrix is not positive semidefinite: it has an eigenvalue of {-negative:.1e} "
+                "or less. Without that, there are no bounds. Take a Gauss-Newton matrix instead of "
+                "a Hessian."
+            )
+        noise, values = max(noise, _FROM_SIGNS * negative), values.clamp(min=0.0)
+        # any x and y give bounds; these are the best
+        x = _multiply(vectors, _multiply(vectors.mT, b) / (values + d))
+        roots = (values * d).sqrt().unsqueeze(2) * vectors.mT
+        stacked = torch.cat([R, roots], 1), torch.cat([t, torch.zeros_like(t)], 1).unsqueeze(2)
+        y = torch.linalg.lstsq(*stacked, driver="gelsd").solution.squeeze(2)
+        s.residual = s.g - _combine(s.V, _multiply(R, x)) - _combine(s.Z, d * x)
+        size_x, size_y = x.norm(dim=1), y.norm(dim=1)
+        lower = 2 * _dots(b, x) - _dots(x, _multiply(S, x)) - d * size_x**2
+        doubt = noise * size_x**2 + s.unit * size_x * (1 + d * size_x)
+        outside = torch.hypot(self.space.norms(s.rest).cpu(), (t - _multiply(R, y)).norm(dim=1))
+        energy = _dots(y, _multiply(S, y))
+        upper = (outside + noise * size_y + s.unit) ** 2 / d + energy + noise * size_y**2
+        rounding = doubt + upper - outside**2 / d - energy
+        return (lower - doubt).clamp(min=0.0), upper, rounding
+
+    def bounds_of_log(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bounds of the forms of ``log(A + d I)``, and the widths of rounding, ``[K]``.
+
+        The logarithm is concave, so that a form is at most that of the projected matrix (Jensen's
+        inequality for operators). It is monotone, so that a form is at least that of a matrix below
+        A: of Nystrom's approximation ``W S^-1 W^T`` from the products ``W = A Z^T``.
+        """
+        s, m, d, overlaps = self.s, self.m, self.damping, self.space.overlaps
+        s.P[:, -1] = overlaps(s.Z, s.V[:, -1]).double().cpu()
+        s.P[:, :, -1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
+        R, S, P = s.R, s.S, s.P
+        values, vectors = torch.linalg.eigh((S + S.mT) / 2)
+        noise = max(self._noise(R, S), -_FROM_SIGNS * float(values.min()))
+        values = values.clamp(min=0.0)
+        upper = _dots(vectors[:, 0] ** 2, (values + d).log())  # the first direction is g
+        # of A + shift I, whose projection stays positive; in the span of V, and of Z outside
+        shift = max(noise, torch.finfo(torch.float64).tiny)
+        outside = torch.linalg.eigh(torch.eye(m, dtype=P.dtype, device="cpu") - P.mT @ P)
+        root = outside.eigenvectors * outside.eigenvalues.clamp(min=0.0).sqrt().unsqueeze(1)
+        root = root @ outside.eigenvectors.mT
+        W = torch.cat([R + shift * P, shift * root], 1) @ vectors
+        U, sizes, _ = torch.linalg.svd(
+            W / (values + shift).sqrt().unsqueeze(1), full_matrices=False
+        )
+        g = torch.cat([P[:, :, 0], root[:, :, 0]], 1)
+        lower = log(d) + _dots(_multiply(U.mT, g) ** 2, (sizes.square() / d).log1p())
+        unit = s.unit * (1 + max(abs(log(d)), abs(log(d + self.norm))))
+        doubt = log1p(_FROM_SIGNS * noise / d) + unit
+        return (lower - doubt).maximum(log(d) - unit), upper + doubt, 2 * doubt
+
+    def _noise(self, R: Tensor, S: Tensor) -> float:
+        """Return the largest error that a product with a unit vector is assumed to have."""
+        self.norm = max(self.norm, float(R.norm(dim=1).max()))
+        self.asymmetry = max(self.asymmetry, float((S - S.mT).abs().max()))
+        if not self.matrix.operator.self_adjoint and self.asymmetry > ASYMMETRY * self.norm:
+            raise ValueError(
+                "Quadratic forms need a symmetric matrix, and this one is not symmetric. Take the "
+                "symmetric part (A + A.T) / 2."
+            )
+        return max(_PRODUCT * self.eps * self.norm, _FROM_SIGNS * self.asymmetry)
+
+
+def _unit(space: ParameterSpace, rows: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unit vectors outside of bases ``[K, m, D]``, overlaps with these, and norms outside.
+
+    Vectors of which only rounding errors lie outside have the unit vector zero.
+    """
+    overlaps = rows.new_zeros(basis.shape[:2], dtype=torch.float64)
+    sizes = overlaps.new_ones(len(rows), 1)
+    for _ in range(2):
+        more = space.overlaps(basis, rows)
+        rows, overlaps = rows - _combine(basis, more), overlaps + sizes * more
+        outside = space.norms(rows)
+        rows = scaled((1 / outside).nan_to_num(posinf=0.0), rows)
+        sizes = sizes * outside.unsqueeze(1)
+    is_outside = outside > 0.5
+    return scaled(is_outside, rows), overlaps, sizes[:, 0] * is_outside
+
+
+def _combine(basis: Tensor, x: Tensor) -> Tensor:
+    """Return combinations ``[K, D]`` of vectors ``[K, m, D]``, with coefficients ``[K, m]``."""
+    return torch.bmm(x.to(basis).unsqueeze(1), basis).squeeze(1)
+
+
+def _multiply(matrices: Tensor, x: Tensor) -> Tensor:
+    return (matrices @ x.unsqueeze(2)).squeeze(2)
+
+
+def _dots(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum(1)
