@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.support.processes import gather_objects, sending_errors
 from curvlinops.support.torch_internals import pytree
+from curvlinops.team.messages import gather_objects, sending_errors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from curvlinops.algorithms.as_operator import operators_in
 from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized
-from curvlinops.support.processes import largest_group, raised_in_all
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.team.messages import largest_group, raised_in_all
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
-from curvlinops.autodiff.scattering import is_stand_in, stand_in
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_of_pass
@@ -24,6 +22,8 @@ from curvlinops.support.torch_internals import (
     without_torch_function,
 )
 from curvlinops.support.warnings import first_line
+from curvlinops.team.scattering import is_stand_in, stand_in
+from curvlinops.team.shards import Shards
 
 _LOGGER = logging.getLogger("curvlinops")
 

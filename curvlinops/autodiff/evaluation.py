@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.parameters import with_attributes, without_history
-from curvlinops.autodiff.sharding import Shards
+from curvlinops.autodiff.parameters import without_history
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
@@ -24,9 +23,11 @@ from curvlinops.support.torch_internals import (
     modules_of,
     tensor_tables,
     uncached_parametrizations,
+    with_attributes,
     without_fsdp_hooks,
 )
 from curvlinops.support.torch_modes import without_compiler
+from curvlinops.team.shards import Shards
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})

@@ -21,11 +21,8 @@ from curvlinops.autodiff.parameters import (
     named_parameters,
     read_params,
     spread_error,
-    with_attributes,
     without_history,
 )
-from curvlinops.autodiff.scattering import stand_in
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import nearest
@@ -33,8 +30,11 @@ from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
     tensor_tables,
+    with_attributes,
     without_hooks,
 )
+from curvlinops.team.scattering import stand_in
+from curvlinops.team.shards import Shards
 
 
 class Model(ABC):

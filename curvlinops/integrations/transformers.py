@@ -17,12 +17,12 @@ from curvlinops.autodiff.model import check_modules
 from curvlinops.autodiff.overrides import Overrides
 from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.autodiff.parameters import unwrapped
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.losses import wrap_loss
-from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.warnings import warn
+from curvlinops.team.ranks import Ranks, peers_of
+from curvlinops.team.shards import Shards
 
 #: The tasks, with the ends of the names of their model classes.
 _TASKS = {

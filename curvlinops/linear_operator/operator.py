@@ -32,14 +32,14 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
-from curvlinops.support.processes import (
+from curvlinops.support.progress import count_products, expect_products, solver_bar
+from curvlinops.support.torch_modes import in_default_modes, uncompiled
+from curvlinops.team.messages import (
     gather_objects,
     largest_group,
     raised_in_all,
     sending_errors,
 )
-from curvlinops.support.progress import count_products, expect_products, solver_bar
-from curvlinops.support.torch_modes import in_default_modes, uncompiled
 
 if TYPE_CHECKING:
 

@@ -3,83 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace, dtype_of_vectors
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.torch_internals import all_gather, distributed_tensors
-
-
-def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
-    """Return memory for the parts of all processes, see ``gather_parts``.
-
-    Args:
-        part: This process's part.
-        length: The number of rows that the processes have together.
-        group: The processes.
-    """
-    return part.new_empty(-(-length // group.size()) * group.size(), *part.shape[1:])
-
-
-def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
-    """Write the parts of all processes, one after the other; return where.
-
-    Args:
-        out: Where to write them. It has equally many rows for each process.
-        part: This process's part, which is padded with zeros if it has fewer rows.
-        group: The processes.
-    """
-    padding = len(out) // group.size() - len(part)
-    if padding:
-        part = torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
-    all_gather(out, part.contiguous(), group)
-    return out
-
-
-class ShardLayout(NamedTuple):
-    """How a parameter is sharded along its first axis.
-
-    Attributes:
-        mesh: Its device mesh.
-        placements: Its placements on the mesh.
-        shape: The shape of the whole parameter.
-        part: The slice of the first axis that this process has.
-        group: The processes that have the parts.
-    """
-
-    mesh: Any
-    placements: tuple
-    shape: tuple[int, ...]
-    part: slice
-    group: Any
-
-    @classmethod
-    def of(cls, parameter: Any) -> "ShardLayout":
-        """Return the layout of a DTensor."""
-        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-        group = mesh.get_group(next(i for i, x in enumerate(placements) if x.is_shard()))
-        length = -(-len(parameter) // group.size())
-        start = min(group.rank() * length, len(parameter))
-        part = slice(start, start + len(parameter.to_local()))
-        return cls(mesh, placements, tuple(parameter.shape), part, group)
-
-    def whole(self, part: Tensor) -> Any:
-        """Return the DTensor, with further axes behind, of which this process has a part."""
-        from torch.distributed.tensor import DTensor
-
-        shape = torch.Size((*self.shape, *part.shape[len(self.shape) :]))
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            part.contiguous(),
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=shape,
-            stride=strides,
-        )
+from curvlinops.support.torch_internals import distributed_tensors
+from curvlinops.team.collectives import (
+    add,
+    all_gather,
+    broadcast,
+    empty_whole,
+    gather_parts,
+    maximum,
+)
+from curvlinops.team.layout import ShardLayout
 
 
 class ShardedSpace(ParameterSpace):
@@ -261,7 +201,7 @@ class ShardedSpace(ParameterSpace):
         Q = (Q @ Q_of_all[start : start + Q.shape[1]]).T.contiguous()
         if self._unsharded:
             first = torch.cat([Q[:, part] for part in self._unsharded], 1)
-            distributed.broadcast(first, group=self.group, group_src=0)
+            broadcast(first, self.group)
             sizes = [part.stop - part.start for part in self._unsharded]
             for part, numbers in zip(self._unsharded, first.split(sizes, 1), strict=True):
                 Q[:, part] = numbers
@@ -284,7 +224,7 @@ class ShardedSpace(ParameterSpace):
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""
         number = torch.tensor(super().largest(numbers), dtype=torch.float64, device=self.device)
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self.group)
+        maximum(number, self.group)
         return float(number)
 
     def any(self, flag: bool) -> bool:
@@ -293,7 +233,7 @@ class ShardedSpace(ParameterSpace):
 
     def _total(self, numbers: Tensor) -> Tensor:
         numbers = numbers.contiguous()
-        distributed.all_reduce(numbers, group=self.group)
+        add(numbers, self.group)
         return numbers
 
     # --- other spaces

@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.support.arguments import nearest
+from curvlinops.support.columns import Columns, flat
 from curvlinops.support.norms import double_dot, double_dots, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
-
-#: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
-Columns = dict[str, Tensor]
 
 
 @recorded
@@ -462,13 +460,6 @@ def _matches(names: Sequence[str], pattern: str) -> list[str]:
 
 
 # --- operations on columns
-
-
-def flat(column: Tensor) -> Tensor:
-    """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
-    if column.ndim == 2:
-        return column
-    return column.reshape(column.shape[0], prod(column.shape[1:]))
 
 
 def cast(columns: Columns, dtype: torch.dtype) -> Columns:

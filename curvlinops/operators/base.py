@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
-from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
@@ -21,7 +20,6 @@ from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
-from curvlinops.risk.distributed import COMPARES_ALWAYS, Ranks, Task, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
@@ -34,8 +32,10 @@ from curvlinops.risk.linearization import (
 )
 from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_count, check_flag
-from curvlinops.support.processes import raised_in_all
 from curvlinops.support.torch_modes import exclusive, in_default_modes
+from curvlinops.team.messages import raised_in_all
+from curvlinops.team.ranks import COMPARES_ALWAYS, Ranks, Task, peers_of
+from curvlinops.team.shards import check_training
 
 
 @dataclass(eq=False, repr=False)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from curvlinops.losses import Loss
 from curvlinops.operators.base import DataLinearOperator
-from curvlinops.risk.distributed import checksums_of
 from curvlinops.support.digest import digest
+from curvlinops.team.ranks import checksums_of
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
@@ -19,6 +18,7 @@ from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_internals import without_torch_function
+from curvlinops.team.shards import Shards
 
 _LOGGER = logging.getLogger("curvlinops")
 

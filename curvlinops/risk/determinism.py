@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import plain_output
-from curvlinops.autodiff.scattering import stand_in
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.sample_coupling import (
@@ -23,6 +22,7 @@ from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, seed_everything
 from curvlinops.support.torch_internals import modules_of
+from curvlinops.team.scattering import stand_in
 
 _OTHER_DATA = (
     "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "

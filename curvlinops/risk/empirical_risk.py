@@ -14,13 +14,13 @@ from curvlinops.losses.base import Loss
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.derivatives import gradient
-from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.signals import deliver_signals
 from curvlinops.support.torch_modes import exclusive
+from curvlinops.team.ranks import Ranks, peers_of
 
 
 class EmpiricalRisk:

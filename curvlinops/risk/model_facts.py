@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.evaluation import not_registered
-from curvlinops.autodiff.scattering import leaf_of
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
     DIFFERENTIATING,
@@ -24,6 +23,7 @@ from curvlinops.support.autograd_graph import (
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.torch_internals import in_transform, without_torch_function
+from curvlinops.team.scattering import leaf_of
 
 #: The largest number of graphs that are remembered: a function may keep another number each time.
 _MOST_GRAPHS = 1000

@@ -49,10 +49,10 @@ from torch.utils.checkpoint import checkpoint
 
 import curvlinops
 from curvlinops import ParameterSpace
-from curvlinops.autodiff.sharding import Kind, Request, Shards
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.autograd_graph import output_shape
+from curvlinops.team.shards import Kind, Request, Shards
 
 CHECKS, check = registry()
 

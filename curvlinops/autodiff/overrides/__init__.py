@@ -22,9 +22,9 @@ from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, to
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.scattering import PRODUCTS
 from curvlinops.support import torch_internals
 from curvlinops.support.read_only import writes
+from curvlinops.team.scattering import PRODUCTS
 
 #: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
 #: of a backward pass; forward mode.

@@ -15,13 +15,13 @@ from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.operators.kfac.storage import pack, unpack
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.origin import check_equal, plain
-from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.base import FORMAT as STRUCTURED
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import as_device
 from curvlinops.support.serialization import from_state, read_state, replacing, write_state
 from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.team.ranks import Ranks
 
 #: The format of manifests. It changes when older directories cannot be read any more.
 FORMAT = "Kronecker factors in a directory 1"

@@ -24,8 +24,8 @@ from curvlinops.operators.kfac.blocks import (
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
-from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
+from curvlinops.team.ranks import Ranks
 
 
 class ChangedError(RuntimeError):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from curvlinops.linear_operator.space import Columns, flat
+from curvlinops.support.columns import Columns, flat
 from curvlinops.support.digest import checksum, digest
-from curvlinops.support.processes import gather_objects, listed, sending_errors
 from curvlinops.support.torch_internals import distributed_tensors
+from curvlinops.team.messages import gather_objects, listed, sending_errors
 
 #: If this environment variable is set, products compare parameters in ``linearized()``, too.
 COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"

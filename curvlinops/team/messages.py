@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from curvlinops.support.signals import delayed_signals, deliver_signals
-from curvlinops.support.torch_internals import all_gather
+from curvlinops.team.collectives import all_gather
 
 #: The bytes of a message. Longer objects take further messages.
 _MESSAGE = 512

@@ -16,23 +16,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from curvlinops.autodiff.parameters import with_attributes
-from curvlinops.autodiff.scattering import Gather, ShardedParameter
-from curvlinops.linear_operator.sharded_space import empty_whole, gather_parts
-from curvlinops.linear_operator.space import Columns
+from curvlinops.support.columns import Columns
 from curvlinops.support.torch_internals import (
-    all_gather,
     distributed_tensors,
     forward_hooks,
     fsdp_policies,
     is_tensor_parallel_hook,
     modules_of,
-    reduce_scatter,
     reshard,
     tensor_tables,
     version_of,
+    with_attributes,
     without_torch_function,
 )
+from curvlinops.team.collectives import all_gather, empty_whole, gather_parts, reduce_scatter
+from curvlinops.team.scattering import Gather, ShardedParameter
 
 _WHOLE = (
     "Give each process a model with all parameters, with values as by "

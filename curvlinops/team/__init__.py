@@ -1,0 +1,1 @@
+"""Processes that compute together: the only folder that imports ``torch.distributed``."""

@@ -1,0 +1,49 @@
+"""How parameters are sharded over processes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ShardLayout(NamedTuple):
+    """How a parameter is sharded along its first axis.
+
+    Attributes:
+        mesh: Its device mesh.
+        placements: Its placements on the mesh.
+        shape: The shape of the whole parameter.
+        part: The slice of the first axis that this process has.
+        group: The processes that have the parts.
+    """
+
+    mesh: Any
+    placements: tuple
+    shape: tuple[int, ...]
+    part: slice
+    group: Any
+
+    @classmethod
+    def of(cls, parameter: Any) -> "ShardLayout":
+        """Return the layout of a DTensor."""
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        group = mesh.get_group(next(i for i, x in enumerate(placements) if x.is_shard()))
+        length = -(-len(parameter) // group.size())
+        start = min(group.rank() * length, len(parameter))
+        part = slice(start, start + len(parameter.to_local()))
+        return cls(mesh, placements, tuple(parameter.shape), part, group)
+
+    def whole(self, part: Tensor) -> Any:
+        """Return the DTensor, with further axes behind, of which this process has a part."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size((*self.shape, *part.shape[len(self.shape) :]))
+        strides = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            part.contiguous(),
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=shape,
+            stride=strides,
+        )
