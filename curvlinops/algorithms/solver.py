@@ -9,7 +9,7 @@ from curvlinops.algorithms.as_operator import operators_in
 from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
-from curvlinops.team.messages import largest_group, raised_in_all
+from curvlinops.team.team import largest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,9 +28,9 @@ def solver(name: str, *operators: TorchLinearOperator, callback: Any = None) -> 
         callback: The user's callback.
     """
     are_whole = not any(operator.domain.is_sharded for operator in operators)
-    group = largest_group(operator._group for operator in operators if are_whole)
+    teams = [operator._team for operator in operators if are_whole]
     linearized = all_linearized(*operators, runs_callback=callback is not None)
-    with solver_bar(name), raised_in_all(group), linearized:
+    with solver_bar(name), largest(teams).raise_on_all_ranks(), linearized:
         yield
 
 

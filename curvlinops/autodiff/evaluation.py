@@ -19,15 +19,13 @@ from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
-    forward_hooks,
     modules_of,
     tensor_tables,
     uncached_parametrizations,
     with_attributes,
-    without_fsdp_hooks,
 )
 from curvlinops.support.torch_modes import without_compiler
-from curvlinops.team.shards import Shards
+from curvlinops.team.shards import WHOLE, Whole
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
@@ -63,8 +61,8 @@ class Evaluation:
         self._model, self._values = model, values
         self._differentiation = differentiation
         self._modules: IsolatedModules | None = None
-        source_of = None if model.shards is None else model.shards.source_of
-        self._protected = Protected([*model.roots, *others], model.params, source_of)
+        roots = [*model.roots, *others]
+        self._protected = Protected(roots, model.params, model.shards.source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -84,9 +82,9 @@ class Evaluation:
             torch.enable_grad(),
             model.requiring_gradients(),
             self._modules.active(),
-            nullcontext() if model.shards is None else model.shards.saved_by_number(),
+            model.shards.saved_by_number(),
             uncached_parametrizations(),
-            overrides.active(self._differentiation, self._protected, bool(model.sharded)),
+            overrides.active(self._differentiation, self._protected, model.shards.products),
         ):
             yield
 
@@ -155,7 +153,7 @@ class IsolatedModules:
         roots: Iterable[nn.Module],
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
-        shards: Shards | None = None,
+        shards: Whole = WHOLE,
         leaves: Mapping[int, Tensor] | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
@@ -176,15 +174,13 @@ class IsolatedModules:
                     tensors[id(buffer)] = copies[id(buffer)] = copy
             for table in filter(None, (parameters, buffers)):
                 contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
-                if shards is not None and any(map(shards.is_sharded, contents.values())):
-                    lazy = {"_parameters": shards.table(contents, leaves or {})}
-                    self._inside.append((attributes, attributes | lazy))
-                else:
+                gathering = shards.table(contents, leaves or {})
+                if gathering is None:
                     self._inside.append((table, contents))
+                else:
+                    self._inside.append((attributes, attributes | {"_parameters": gathering}))
             self._inside += [(hooks, {}) for hooks in filter(None, backward_hooks(module))]
-            if shards is not None:
-                hooks = filter(None, forward_hooks(module))
-                self._inside += [(x, without_fsdp_hooks(x)) for x in hooks]
+            self._inside += shards.hooks(module)
         self.copies = tuple(copies.values())
 
     @contextmanager

@@ -306,8 +306,8 @@ class RecordedBatch:
         uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         inputs: dict[Any, Any] = {use.node: use.edge for use in uses}
-        sharded = self._problem.model.sharded
-        together = [name for name in totals if name not in sharded]
+        shards = self._problem.model.shards
+        together = [name for name in totals if name not in shards.params]
         inputs |= {name: self._leaves[name] for name in together}
         # several vectors may need one pass each; the same graph gives totals that are not computed
         # here, and gradients of parameters of which a function is used
@@ -351,8 +351,7 @@ class RecordedBatch:
         for name in names:
             truth = self._autograd_total(name, u, one)
             self._problem.check_finite(u.new_zeros(()), {name: truth})
-            if shards is not None:
-                shards.forget()
+            shards.forget()
             sums = partial(self._sum, name, one.outputs)
             comparison.add(name, sums(), truth, partial(sums, absolute=True))
         zero = {name for name, size in comparison.sizes.items() if size == 0}

@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial, reduce
+from functools import reduce
 from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -34,12 +34,7 @@ from curvlinops.support.arguments import (
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
-from curvlinops.team.messages import (
-    gather_objects,
-    largest_group,
-    raised_in_all,
-    sending_errors,
-)
+from curvlinops.team.team import Team, largest
 
 if TYPE_CHECKING:
 
@@ -260,13 +255,12 @@ class TorchLinearOperator(LinearOperator):
         return ()
 
     @property
-    def _group(self) -> Any:
-        """The ``ProcessGroup`` of the processes that multiply together, ``None`` for one.
+    def _team(self) -> Team:
+        """The processes that multiply together.
 
-        Of several groups it is the largest, all of whose processes wait for a product.
+        Of several teams it is the largest, all of whose processes wait for a product.
         """
-        operands = (operand._group for operand in self._operands())
-        return largest_group([self.domain.group, *operands])
+        return largest([self.domain.team, *(operand._team for operand in self._operands())])
 
     @property
     def _begins_with_gather(self) -> bool:
@@ -275,20 +269,15 @@ class TorchLinearOperator(LinearOperator):
         An error in one of them, before its product, is then raised in all.
         """
         is_sharded = self.domain.is_sharded or self.codomain.is_sharded
-        together = [x for x in self._operands() if x._group is not None]
-        is_one_group = len({x._group for x in together}) <= 1
+        together = [x for x in self._operands() if x._team.size > 1]
+        is_one_group = len({x._team.group for x in together}) <= 1
         return not is_sharded and is_one_group and all(x._begins_with_gather for x in together)
 
-    @contextmanager
-    def _reading_together(self) -> Iterator[None]:
+    def _reading_together(self) -> AbstractContextManager[None]:
         """Raise an error before a product in all processes that multiply together."""
-        group = self._group
-        if group is not None and self._begins_with_gather:
-            with sending_errors(partial(gather_objects, group=group)):
-                yield
-        else:
-            with raised_in_all(group):
-                yield
+        team = self._team
+        is_sent = team.size > 1 and self._begins_with_gather
+        return team.sending() if is_sent else team.raise_on_all_ranks()
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 

@@ -15,6 +15,7 @@ from curvlinops.support.columns import Columns, flat
 from curvlinops.support.norms import double_dot, double_dots, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
+from curvlinops.team.team import ALONE
 
 
 @recorded
@@ -35,8 +36,8 @@ class ParameterSpace:
 
     #: Whether processes have parts of vectors.
     is_sharded = False
-    #: The ``ProcessGroup`` of the processes that have parts of vectors.
-    group: Any = None
+    #: The processes that have parts of vectors.
+    team = ALONE
 
     def __init__(
         self,
@@ -256,6 +257,10 @@ class ParameterSpace:
         Args:
             what: What it is.
         """
+
+    def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return whole vectors, given what this process has of them."""
+        return columns
 
     @property
     def unsharded(self) -> "ParameterSpace":

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from curvlinops.losses import Loss
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.agreement import checksums_of
 from curvlinops.support.digest import digest
-from curvlinops.team.ranks import checksums_of
 
 _SAME_LOSS = (
     "Functions are compared by their name and source, modules also by their options. Everything "
@@ -40,7 +40,7 @@ def origin_of(operator: DataLinearOperator) -> dict[str, Any]:
     own = [(shape, str(dtype), checksum) for shape, dtype, checksum in first]
     batches = operator.risk.ranks.gather_objects(own)
     values = {f"the values of {name}": x for name, x in checksums_of(operator.risk).items()}
-    if (shards := operator.risk.model.shards) is not None:
+    if shards := operator.risk.model.shards:
         parts = [number for *_, number in digest(shards.parts())]
         values["the values of sharded parameters"] = operator.risk.peers.gather_objects(parts)
     return {"the first batch": batches} | values

@@ -15,7 +15,6 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.sharded_space import GatheredColumns
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
@@ -140,7 +139,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
         with super()._batches(description, data) as batches:
-            is_any = self._indices is None and not self.risk.model.sharded
+            is_any = self._indices is None and not self.risk.model.shards.params
             yield batches if is_any else self._with_wanted_rows(batches)
 
     def _with_wanted_rows(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
@@ -197,10 +196,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return rows
 
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
-        if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
+        if self.risk.model.shards.params:  # layer by layer, as a process has few whole layers
 
             def multiply_whole(V: Columns) -> Tensor:
-                return products(self._rows_of(problem), self.risk.whole(V)).T
+                return products(self._rows_of(problem), self.risk.model.shards.whole(V)).T
 
             tensors = tuple(leaves((problem.batch.X, problem.batch.y)))
             return _adding(multiply_whole, tensors, self._lengths[problem.batch.index])
@@ -329,8 +328,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
         found: Tensor | None = None
-        vectors = columns if is_whole else self.risk.whole(columns)
-        with self.risk.sharing({} if is_whole else columns, {}):
+        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
+        with self.risk.adding.sharing({} if is_whole else columns):
             for number, batch_rows, scores in self._products(vectors, per_position, first):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
@@ -406,9 +405,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if is_followed(columns):
             raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
-        if self.domain.is_sharded:
-            columns = GatheredColumns(columns, self.domain.gather)
-        return LowRankColumns(columns, rank, is_vector)
+        return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
 
     @in_default_modes
     @together

@@ -18,7 +18,6 @@ from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_internals import without_torch_function
-from curvlinops.team.shards import Shards
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -170,11 +169,6 @@ class BatchProblem:
         """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
         return self.model.substitutable
 
-    @property
-    def shards(self) -> Shards | None:
-        """The parameters that are sharded, if any is differentiated."""
-        return self.model.shards if self._risk.space.is_sharded else None
-
     # --- facts about the model
 
     @property
@@ -256,7 +250,7 @@ class BatchProblem:
         Gradients of sharded parameters are added to sums of all processes if it ``is_summed``.
         """
         leaves = self.leaves()
-        for name in self.model.sharded:
+        for name in self.model.shards.params:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
         self.functions, self._has_seen_loss = UserFunctions(self._risk.facts), False

@@ -113,7 +113,7 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
     """Return an error if the user's own call gives another loss, by the fast path of attention."""
     model = problem.model
     modules = modules_of(model.roots)
-    if not torch.backends.mha.get_fastpath_enabled() or model.shards is not None:
+    if not torch.backends.mha.get_fastpath_enabled() or model.shards:
         return None
     if not any(isinstance(x, _WITH_FAST_PATH) and not x.training for x in modules):
         return None

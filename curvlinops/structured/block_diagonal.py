@@ -1,7 +1,7 @@
 """Block-diagonal matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from curvlinops.structured.layout import Layout, ParameterView, in_whole
 from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
+from curvlinops.team.team import ALONE, Team, largest
 
 
 @recorded
@@ -45,7 +46,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         blocks: Sequence[StructuredLinearOperator] | Mapping[Any, StructuredLinearOperator],
         space: ParameterSpace | None = None,
         layouts: Sequence[Layout] | None = None,
-        ranks: Any = None,
+        ranks: Team = ALONE,
     ):
         self.ranks = ranks
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
@@ -131,7 +132,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return sum(layout.number for layout in self._layouts)
 
     def _record(self) -> tuple:
-        if self.ranks is not None:
+        if self.ranks.size > 1:
             raise NotImplementedError(
                 "An operator with blocks on several processes cannot be saved in one file. The "
                 "factors of KFAC can be kept in a directory, which curvlinops.load reads."
@@ -155,7 +156,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         Errors name the block.
         """
         out = []
-        with self._raising_together():
+        with self.ranks.raise_on_all_ranks():
             for i, (stack, layout) in enumerate(zip(self._stacks, self._layouts, strict=True)):
                 try:
                     out.append(function(stack))
@@ -183,21 +184,16 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     # --- blocks on several processes
 
     @property
-    def _group(self) -> Any:
-        return super()._group if self.ranks is None else self.ranks.group
-
-    def _raising_together(self) -> AbstractContextManager:
-        """Return a context that raises an error on all processes if there is one on any."""
-        return nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks()
+    def _team(self) -> Team:
+        return largest([super()._team, self.ranks.in_step])
 
     def _agreed(self, columns: Columns) -> Columns:
         """Return vectors that are the same on all processes, unless these have parts of them."""
-        is_local = self.ranks is None or self.domain.is_sharded
-        return columns if is_local else self.ranks.agreed(columns)
+        return columns if self.domain.is_sharded else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
         """Return numbers that have zeros for other processes' blocks with those of all blocks."""
-        return numbers if self.ranks is None else self.ranks.add(numbers)
+        return self.ranks.add(numbers)
 
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
@@ -310,7 +306,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _has_eigh(self) -> bool:
         is_cheap = all(block._has_eigh() for block in self._stacks)
-        return is_cheap if self.ranks is None else all(self.ranks.gather_objects(is_cheap))
+        return all(self.ranks.gather_objects(is_cheap))
 
     def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
         return self._map(lambda block: block._inverse(accurate))
@@ -349,7 +345,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Combine pairs of blocks on the same entries, if each result has structure."""
         if not isinstance(other, BlockDiagonalLinearOperator):
             return None
-        if self.ranks is not None or other.ranks is not None:
+        if max(self.ranks.size, other.ranks.size) > 1:
             return None
         if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None

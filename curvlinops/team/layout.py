@@ -1,5 +1,6 @@
-"""How parameters are sharded over processes."""
+"""How parameters are sharded over processes, and their vectors."""
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -47,3 +48,30 @@ class ShardLayout(NamedTuple):
             shape=shape,
             stride=strides,
         )
+
+
+class GatheredColumns(Mapping):
+    """Vectors of which each tensor is gathered when it is read, and not kept.
+
+    Args:
+        parts: What this process has of them, ``[K, *part]``; other objects stay as they are.
+        gather: Returns ``[K, *shape]``, given a name and a part.
+    """
+
+    def __init__(self, parts: Mapping[str, Any], gather: Callable[[str, Tensor], Tensor]):
+        self.parts, self._gather = parts, gather
+
+    def __getitem__(self, name: str) -> Any:
+        """Gather the tensors for a parameter."""
+        part = self.parts[name]
+        return self._gather(name, part) if isinstance(part, Tensor) else part
+
+    # by default, a mapping tells by reading it
+    def __contains__(self, name: object) -> bool:
+        return name in self.parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)

@@ -86,30 +86,6 @@ def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
             raise
 
 
-@contextmanager
-def raised_in_all(group: Any) -> Iterator[None]:
-    """Raise an error in all processes of a group if there is one in any.
-
-    Args:
-        group: The processes; ``None`` for a single one.
-
-    Raises:
-        RuntimeError: If there is an error in another process.
-    """
-    if group is None or group.size() == 1:
-        deliver_signals()
-        yield
-        return
-    with sending_errors(partial(gather_objects, group=group)):
-        yield
-        gather_objects(None, group)
-
-
-def largest_group(groups: Iterable[Any]) -> Any:
-    """Return the group with the most processes; ``None`` stands for a process alone."""
-    return max(filter(None, groups), key=lambda group: group.size(), default=None)
-
-
 def listed(values: Iterable[Any], group: Any) -> str:
     """Return a message with each global rank and its value; ``None`` is left out."""
     pairs = zip(distributed.get_process_group_ranks(group), values, strict=True)

@@ -46,7 +46,7 @@ from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
-from curvlinops.team.ranks import Ranks
+from curvlinops.team.team import Ranks
 
 CHECKS, check = registry()
 

@@ -5,7 +5,7 @@ and in every backward pass, which recomputes checkpointed parts of the forward. 
 is differentiated, add a line to ``OVERRIDES``; to refuse a call, raise an error in its replacement.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.support import torch_internals
 from curvlinops.support.read_only import writes
-from curvlinops.team.scattering import PRODUCTS
 
 #: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
 #: of a backward pass; forward mode.
@@ -44,9 +43,6 @@ if torch_internals.weight_norm is not None:
 
 #: In addition, where the graph of the backward pass is differentiated.
 TWICE = OVERRIDES | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
-
-#: The same with respect to sharded parameters.
-TWICE_SHARDED = TWICE | PRODUCTS
 
 
 class Overrides(TorchFunctionMode):
@@ -73,7 +69,7 @@ class Overrides(TorchFunctionMode):
 
 @contextmanager
 def active(
-    differentiation: Differentiation, protected: Protected, is_sharded: bool = False
+    differentiation: Differentiation, protected: Protected, products: Mapping[Callable, Callable]
 ) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
@@ -82,13 +78,13 @@ def active(
             attention is selected, since the fused ones lack derivatives; it takes memory quadratic
             in the sequence length.
         protected: The parameters to which no call may write.
-        is_sharded: Whether sharded parameters are differentiated.
+        products: Further calls that are replaced if it is ``"twice"``.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
     table = OVERRIDES
     if differentiation == "twice":
-        table = TWICE_SHARDED if is_sharded else TWICE
+        table = TWICE | products if products else TWICE
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
         with kernels, Overrides(table, protected):

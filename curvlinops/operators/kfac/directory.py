@@ -21,7 +21,7 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import as_device
 from curvlinops.support.serialization import from_state, read_state, replacing, write_state
 from curvlinops.support.torch_modes import in_default_modes
-from curvlinops.team.ranks import Ranks
+from curvlinops.team.team import ALONE, Team
 
 #: The format of manifests. It changes when older directories cannot be read any more.
 FORMAT = "Kronecker factors in a directory 1"
@@ -44,8 +44,8 @@ class FactorDirectory:
         ValueError: If there is something else at this path.
     """
 
-    def __init__(self, path: str | Path, ranks: Ranks | None = None):
-        self._ranks, self.path = ranks or Ranks(), Path(path)
+    def __init__(self, path: str | Path, ranks: Team = ALONE):
+        self._ranks, self.path = ranks, Path(path)
         with self._ranks.raise_on_all_ranks():
             manifest = self._found() if self._ranks.rank == 0 else {}
         self._manifest: dict[str, Any] = self._ranks.gather_objects(manifest)[0]
