@@ -26,6 +26,7 @@ from curvlinops.autodiff.parameters import (
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import nearest
+from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
@@ -33,7 +34,6 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_hooks,
 )
-from curvlinops.team.scattering import stand_in
 from curvlinops.team.shards import WHOLE, shards_of
 
 

@@ -82,6 +82,15 @@ def all_linearized(
         yield
 
 
+def raised_in_all(*operators: "TorchLinearOperator") -> AbstractContextManager[None]:
+    """Return a context that raises an error in all processes that multiply together.
+
+    Not if they have parts of vectors: then they communicate between products, too.
+    """
+    are_whole = not any(operator.domain.in_parts for operator in operators)
+    return largest(x._team for x in operators if are_whole).raise_on_all_ranks()
+
+
 _SOLVE = "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
 
 #: Methods that only operators with structure have, and what to call instead.
@@ -268,10 +277,10 @@ class TorchLinearOperator(LinearOperator):
 
         An error in one of them, before its product, is then raised in all.
         """
-        is_sharded = self.domain.is_sharded or self.codomain.is_sharded
+        in_parts = self.domain.in_parts or self.codomain.in_parts
         together = [x for x in self._operands() if x._team.size > 1]
         is_one_group = len({x._team.group for x in together}) <= 1
-        return not is_sharded and is_one_group and all(x._begins_with_gather for x in together)
+        return not in_parts and is_one_group and all(x._begins_with_gather for x in together)
 
     def _reading_together(self) -> AbstractContextManager[None]:
         """Raise an error before a product in all processes that multiply together."""
@@ -427,10 +436,10 @@ class TorchLinearOperator(LinearOperator):
             ValueError: If the matrix needs more than 4 GiB.
         """
         rows, columns = self.shape
-        if self.domain.is_sharded or self.codomain.is_sharded:
-            raise TypeError(
-                "The parameters are sharded, so that no process has a whole matrix. Multiply "
-                "vectors, or use eigsh, hutchinson_trace or CGInverseLinearOperator."
+        for space in (self.domain, self.codomain):
+            space.check_whole(
+                "a whole matrix",
+                "Multiply vectors, or use eigsh, hutchinson_trace or CGInverseLinearOperator.",
             )
         size = rows * columns * self.torch_dtype.itemsize
         if size > _LARGEST_DENSE:
@@ -660,7 +669,7 @@ class ProductLinearOperator(TorchLinearOperator):
                     f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
                 )
             left.domain.check_compatible(right.codomain)
-            if left.domain.is_sharded and not (left.codomain.is_sharded or right.domain.is_sharded):
+            if left.domain.in_parts and not (left.codomain.in_parts or right.domain.in_parts):
                 raise TypeError(
                     "Rows belong to single processes, and parameters are sharded, so that no "
                     "process has a product of rows with rows of other processes. Use gram() for "

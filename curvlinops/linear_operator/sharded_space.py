@@ -14,6 +14,8 @@ from curvlinops.support.torch_internals import distributed_tensors
 from curvlinops.team.layout import GatheredColumns, ShardLayout
 from curvlinops.team.team import team_of
 
+_NEED_NONE = "Products, inverses, powers, traces and log-determinants of KFAC's blocks need none."
+
 
 class ShardedSpace(ParameterSpace):
     """The vector space of parameters of which some are sharded over processes.
@@ -29,7 +31,7 @@ class ShardedSpace(ParameterSpace):
         device: The device of the vectors.
     """
 
-    is_sharded = True
+    in_parts = True
 
     def __init__(
         self,
@@ -93,16 +95,13 @@ class ShardedSpace(ParameterSpace):
         """
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
-    def check_whole(self, what: str) -> None:
+    def check_whole(self, what: str, remedy: str = _NEED_NONE) -> None:
         """Refuse what no process has.
 
         Raises:
             TypeError: Always.
         """
-        raise TypeError(
-            f"Parameters are sharded, so that no process has {what}. Products, inverses, powers, "
-            "traces and log-determinants of KFAC's blocks need none."
-        )
+        raise TypeError(f"Parameters are sharded, so that no process has {what}. {remedy}")
 
     def split(self, vectors: Any) -> Any:
         """Refuse flat vectors."""
@@ -120,7 +119,7 @@ class ShardedSpace(ParameterSpace):
         )
 
     @property
-    def unsharded(self) -> ParameterSpace:
+    def whole(self) -> ParameterSpace:
         """The space of whole vectors."""
         return ParameterSpace(self.shapes, self.dtype, self.device)
 

@@ -35,7 +35,7 @@ class ParameterSpace:
     """
 
     #: Whether processes have parts of vectors.
-    is_sharded = False
+    in_parts = False
     #: The processes that have parts of vectors.
     team = ALONE
 
@@ -251,11 +251,12 @@ class ParameterSpace:
         """
         return X
 
-    def check_whole(self, what: str) -> None:
+    def check_whole(self, what: str, remedy: str = "") -> None:
         """Refuse what no process has of vectors of which processes have parts.
 
         Args:
             what: What it is.
+            remedy: What to do instead.
         """
 
     def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,7 +264,7 @@ class ParameterSpace:
         return columns
 
     @property
-    def unsharded(self) -> "ParameterSpace":
+    def whole(self) -> "ParameterSpace":
         """The space of whole vectors."""
         return self
 
@@ -331,7 +332,7 @@ class ParameterSpace:
             raise ValueError(
                 f"Operators live on {self.device} and {other.device}. Move one with to_device()."
             )
-        if self.is_sharded or other.is_sharded:
+        if self.in_parts or other.in_parts:
             self._check_parts(other)
         if self.is_flat or other.is_flat:
             return

@@ -411,7 +411,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     @together
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        space = self.domain.unsharded
+        space = self.domain.whole
         return self._chosen(
             space.join_rows(self._write(space.split_rows(space.empty(self._all.dim))))
         )
@@ -427,7 +427,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        rows = self._write(self.domain.unsharded.lazy_empty(self._all.dim))
+        rows = self._write(self.domain.whole.lazy_empty(self._all.dim))
         return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
     @together
@@ -470,9 +470,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means(
-            "second_moment", lambda g: g.sum_of_squares()[None], self.domain.unsharded
-        )[0]
+        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain.whole)[
+            0
+        ]
 
     @in_default_modes
     def variance(self) -> Tensor:

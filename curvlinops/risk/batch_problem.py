@@ -179,7 +179,7 @@ class BatchProblem:
     @cached_property
     def _watch(self) -> Watch:
         """Watches the model's first evaluation."""
-        return Watch(self.model.replaced)
+        return Watch(self.model.replaced, self.model.shards.is_gathered)
 
     @property
     def facts(self) -> ModelFacts:

@@ -171,7 +171,7 @@ def gauss_newton(
         chunk_size: See ``hessian``.
         single: See ``hessian``.
     """
-    is_forward = single and not problem.model.shards.params
+    is_forward = single and not problem.space.in_parts
     if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)

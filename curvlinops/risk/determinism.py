@@ -21,8 +21,8 @@ from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, seed_everything
+from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import modules_of
-from curvlinops.team.scattering import stand_in
 
 _OTHER_DATA = (
     "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "

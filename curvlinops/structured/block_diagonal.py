@@ -189,7 +189,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _agreed(self, columns: Columns) -> Columns:
         """Return vectors that are the same on all processes, unless these have parts of them."""
-        return columns if self.domain.is_sharded else self.ranks.agreed(columns)
+        return columns if self.domain.in_parts else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
         """Return numbers that have zeros for other processes' blocks with those of all blocks."""
@@ -205,7 +205,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     @property
     def _takes_whole(self) -> bool:
-        return not self.domain.is_sharded
+        return not self.domain.in_parts
 
     @cached_property
     def _in_whole(self) -> list[Layout]:
@@ -221,7 +221,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Multiply vectors by all blocks."""
         columns = self._agreed(columns)
         rows = columns.get("")
-        if rows is None and not self.domain.is_sharded:
+        if rows is None and not self.domain.in_parts:
             rows = self.domain.joined_view(columns)
         layouts = self._layouts if rows is None else self._in_whole
         source = columns if rows is None else {"": rows}
@@ -235,24 +235,24 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Return vectors as rows, given those of the blocks, ``[K, D_b]`` each."""
         space, rows = self.domain, None
         for layout, some in zip(
-            self._layouts if space.is_sharded else self._in_whole, vectors, strict=True
+            self._layouts if space.in_parts else self._in_whole, vectors, strict=True
         ):
             if rows is None:
                 rows = space.empty(len(some))
-                out = space.split_rows(rows.zero_()) if space.is_sharded else {"": rows}
+                out = space.split_rows(rows.zero_()) if space.in_parts else {"": rows}
             self._write(layout, some, out)
-        return rows if space.is_sharded else self._complete(rows)
+        return rows if space.in_parts else self._complete(rows)
 
     def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
         """Return the vectors of a block, given vectors of which processes may have parts."""
-        if self.domain.is_sharded:
+        if self.domain.in_parts:
             names = [name for name in columns if name in layout.names]  # in the same order
             columns = {name: self.domain.gather(name, columns[name]) for name in names}
         return layout.gather(columns)
 
     def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
         """Write the vectors of a block to vectors of which processes may have parts."""
-        if not self.domain.is_sharded:
+        if not self.domain.in_parts:
             layout.write(vectors, out)
             return
         shapes = {name: (len(vectors), *self.domain.shapes[name]) for name in layout.names}
@@ -275,7 +275,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
             self._write(layout, block._apply_rows(self._gathered(layout, columns)), out)
-        is_complete = self.domain.is_sharded
+        is_complete = self.domain.in_parts
         return {n: out[n] if is_complete else self._complete(out[n]) for n in names}
 
     # --- quantities

@@ -49,15 +49,10 @@ class Whole:
     is_open = has_added = False
     params: Mapping[str, Any] = {}
     products: Mapping[Any, Any] = {}
-    members: Any = None
-    replicas: Any = None
 
     def __bool__(self) -> bool:
         """Return whether any parameter is sharded."""
         return False
-
-    def check_processes(self, group: Any) -> None:
-        """Accept any group."""
 
     def check_training(self) -> None:
         """Accept any module."""
@@ -75,16 +70,16 @@ class Whole:
     def forget(self) -> None:
         """Free nothing."""
 
-    def parts(self) -> list[Tensor]:
-        """Return no part."""
-        return []
-
     def is_sharded(self, tensor: Tensor | None) -> bool:
         """Return ``False``."""
         return False
 
+    def is_gathered(self, x: Any) -> bool:
+        """Return ``False``."""
+        return False
+
     def source_of(self, x: Tensor) -> Tensor | None:
-        """Return ``None``: nothing was gathered."""
+        """Return ``None``."""
 
     def differentiate(self, params: Mapping[str, Any], dtype: torch.dtype) -> None:
         """Need not know."""
@@ -551,6 +546,10 @@ class Shards(Whole):
         if found is None or found[1] != x.dtype:
             return None
         return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
+
+    def is_gathered(self, x: Any) -> bool:
+        """Return whether a tensor is a parameter that is differentiated, and was gathered."""
+        return hasattr(x, "gathered_from")
 
     def source_of(self, x: Tensor) -> Tensor | None:
         """Return the sharded parameter of which a tensor, or its base, was gathered."""

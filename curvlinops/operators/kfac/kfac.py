@@ -578,7 +578,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     def _takes_whole(self) -> bool:
-        return not self.domain.is_sharded
+        return not self.domain.in_parts
 
     _apply = of_structure(StructuredLinearOperator._apply)
 
