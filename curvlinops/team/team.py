@@ -93,9 +93,7 @@ class Team:
     @property
     def in_step(self) -> "Team":
         """The processes that do the same at the same time: each is alone while it gathers."""
-        if self.shards.is_open:
-            return ALONE
-        return team_of(self.group) if self.shards else self
+        return self
 
     def number(self, index: int) -> int:
         """Return the number of this process's batch among those of all, which alternate."""
@@ -246,6 +244,13 @@ class Ranks(Team):
     def __init__(self, group: Any, shards: Whole = WHOLE):
         super().__init__(group, shards)
         self.size, self.rank = group.size(), group.rank()
+
+    @property
+    def in_step(self) -> Team:
+        """Return a process alone while parameters are gathered."""
+        if self.shards.is_open:
+            return ALONE
+        return team_of(self.group) if self.shards else self
 
     # --- errors
 
