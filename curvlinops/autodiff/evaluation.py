@@ -74,9 +74,8 @@ class Evaluation:
         model = self._model
         if self._modules is None:
             replacements = model.replacements(self._values)
-            leaves = model.leaves_of_sharded(self._values)
             self._modules = IsolatedModules(
-                model.roots, replacements, shards=model.shards, leaves=leaves
+                model.roots, replacements, shards=model.shards, leaves=self._values
             )
         with (
             torch.enable_grad(),
@@ -142,7 +141,7 @@ class IsolatedModules:
         keep_graphs: Whether buffers that require gradients, such as what the model computed in
             this very pass, are used themselves, not as copies without a graph.
         shards: The parameters that are gathered when the modules read them.
-        leaves: What gets the gradients of some of these, see ``Shards.read``.
+        leaves: What gets the gradients of some of these by name, see ``Shards.read``.
 
     Attributes:
         copies: The copies of buffers.
@@ -154,7 +153,7 @@ class IsolatedModules:
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
         shards: Whole = WHOLE,
-        leaves: Mapping[int, Tensor] | None = None,
+        leaves: Mapping[str, Tensor] | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []

@@ -97,10 +97,6 @@ class Model(ABC):
         """
         return {}
 
-    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return what gets the gradients of sharded parameters, see ``Shards.read``."""
-        return {}
-
     def requiring_gradients(self) -> AbstractContextManager:
         """Return a context in which the tensors in ``leaves`` require gradients."""
         return nullcontext()
@@ -265,10 +261,6 @@ class ModuleModel(Model):
             if with_constants and k not in tensors and not isinstance(x, spread)
         }
         return tensors | constants
-
-    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return the values of sharded parameters by the parameter's id."""
-        return {id(self._targets[name]): values[name] for name in self.shards.params}
 
 
 class FunctionalModel(Model):

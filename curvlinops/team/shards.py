@@ -100,7 +100,7 @@ class Whole:
         return columns
 
     def table(
-        self, contents: Mapping[str, Tensor | None], leaves: Mapping[int, Tensor]
+        self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
     ) -> dict[str, Tensor] | None:
         """Return ``None``: a module's own table will do."""
 
@@ -198,7 +198,7 @@ class Shards(Whole):
         self._latest: tuple[int, Tensor] | None = None  # a module may read it several times
         #: The numbers of gathered parameters that are in memory, and their dtypes.
         self._gathered: WeakKeyDictionary[Any, tuple[int, torch.dtype]] = WeakKeyDictionary()
-        self.params = {}
+        self.params, self._names = {}, dict[int, str]()
         self._vectors: Columns = {}
         self._sums: Columns = {}
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
@@ -480,7 +480,7 @@ class Shards(Whole):
     # --- evaluations
 
     def table(
-        self, contents: Mapping[str, Tensor | None], leaves: Mapping[int, Tensor]
+        self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
     ) -> "GatheringTable | None":
         """Return a module's table of parameters, which gathers a sharded one when it is read.
 
@@ -498,20 +498,21 @@ class Shards(Whole):
         """Return a module's tables of hooks, and what is left of them without ``fully_shard``."""
         return [(x, without_fsdp_hooks(x)) for x in filter(None, forward_hooks(module))]
 
-    def read(self, tensor: Tensor | None, leaves: Mapping[int, Tensor]) -> Tensor | None:
+    def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
 
         Args:
             tensor: The parameter, or another tensor.
-            leaves: What stands for some sharded parameters in graphs, by the parameter's id.
+            leaves: What stands for some sharded parameters in graphs, by name.
         """
         number = self._numbers.get(id(tensor))
         if number is None:
             return tensor
-        full, leaf = self.gather(number), leaves.get(id(tensor))
+        full, name = self.gather(number), self._names.get(id(tensor))
+        leaf = None if name is None else leaves.get(name)
         if leaf is None or not leaf.requires_grad:
             return full
-        name, is_summed = self._names[id(tensor)], getattr(leaf, "is_summed", False)
+        is_summed = getattr(leaf, "is_summed", False)
         gathered_from = ShardedParameter(leaf, self, name, number, is_summed)
         with torch.enable_grad(), without_torch_function():
             values = with_attributes(Gather.apply(full, *gathered_from), tensor)
@@ -597,7 +598,7 @@ class GatheringTable(dict):
     """
 
     def __init__(
-        self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[int, Tensor]
+        self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[str, Tensor]
     ):
         super().__init__(contents)
         self._shards, self._leaves = shards, leaves

@@ -38,7 +38,7 @@ TESTS = {
         linear_operator/vector_gradients::test_transforms_are_refused risk/linearized
         distributed/parallel::test_together[sharded_checks-1]""",
     "team": """
-        support/signals messages/errors
+        distributed/team support/signals messages/errors
         distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
