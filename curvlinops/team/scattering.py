@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops.support.stand_in import stand_in
-from curvlinops.support.torch_internals import has_hooks, wanted_gradients, without_torch_function
+from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
 
 class ShardedParameter(NamedTuple):
@@ -33,28 +33,6 @@ class ShardedParameter(NamedTuple):
     name: str
     number: int
     is_summed: bool
-
-
-def with_history(values: Tensor, source: Tensor) -> Tensor:
-    """Return values through which gradients pass to another tensor of the same shape."""
-    with torch.enable_grad(), without_torch_function():
-        return _WithHistory.apply(values, source)
-
-
-class _WithHistory(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, source: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
 
 
 class Gather(torch.autograd.Function):
