@@ -17,7 +17,7 @@ from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import Loss, wrap_loss
-from curvlinops.risk.agreement import COMPARES_ALWAYS
+from curvlinops.risk.agreement import COMPARES_ALWAYS, checksums_of, description
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
@@ -295,7 +295,8 @@ class DataLinearOperator(TorchLinearOperator):
             is_known = shared is not None and shared.is_synchronized
             with_values = not is_known or COMPARES_ALWAYS in os.environ
             options = self._compared_options() | {"is_linearized": shared is not None}
-            return self.risk.describe(task, columns, with_values, details | options)
+            same = description(self.risk, task, columns) | details | options
+            return same, checksums_of(self.risk) if with_values else {}
 
         with self.risk.ranks.task(describe, columns) as current:
             if shared is not None:

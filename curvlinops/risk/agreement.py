@@ -13,7 +13,7 @@ from curvlinops.support.torch_internals import distributed_tensors
 COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"
 
 
-def description(risk: Any, task: str, columns: Columns | None) -> dict[str, Any]:
+def description(risk: Any, task: str, columns: Columns | None = None) -> dict[str, Any]:
     """Return the operation, and the shapes and dtypes of its parameters and vectors."""
     params, sharded = risk.model.params, risk.model.shards.params
     vectors = {name: x for name, x in (columns or {}).items() if name not in sharded}

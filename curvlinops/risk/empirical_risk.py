@@ -1,8 +1,7 @@
 """The empirical risk: model, loss, parameters and data; sums over all batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,19 +109,6 @@ class EmpiricalRisk:
 
     # --- several processes
 
-    def describe(
-        self, task: str, columns: Columns | None, with_values: bool, details: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, int]]:
-        """Return what all processes must agree on, see ``Team.task``.
-
-        Args:
-            task: The name of the computation.
-            columns: The vectors that are multiplied.
-            with_values: Whether the values of parameters and buffers are compared, too.
-            details: Further values whose ``repr`` must be the same.
-        """
-        return description(self, task, columns) | details, checksums_of(self) if with_values else {}
-
     def any(self, flag: bool) -> bool:
         """Return whether a flag is true in any process with parts of vectors.
 
@@ -197,7 +183,7 @@ class EmpiricalRisk:
         with team.sending():
             total = self.space.zeros(1)
         with (
-            team.task(lambda: self.describe(name, None, True, {})) as task,
+            team.task(lambda: (description(self, name), checksums_of(self))) as task,
             team.summing({}, self.space.join_rows(total), self.space),
             self.batches(name) as batches,
         ):

@@ -22,21 +22,6 @@ def _collective(name: str, former_name: str) -> Callable:
     return getattr(distributed, name, None) or getattr(distributed, former_name)
 
 
-def add(tensor: Tensor, group: Any) -> None:
-    """Add the tensors of all processes to each other, in place."""
-    distributed.all_reduce(tensor, group=group)
-
-
-def maximum(tensor: Tensor, group: Any) -> None:
-    """Take the largest of each entry of all processes, in place."""
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
-
-
-def broadcast(tensor: Tensor, group: Any, source: int = 0) -> None:
-    """Write the tensor of one process to those of all."""
-    distributed.broadcast(tensor, group=group, group_src=source)
-
-
 def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
     """Return memory for the parts of all processes, see ``gather_parts``.
 

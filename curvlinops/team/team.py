@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from curvlinops.support.columns import Columns, flat
 from curvlinops.support.digest import digest
 from curvlinops.support.signals import deliver_signals
-from curvlinops.team import collectives
+from curvlinops.team.collectives import empty_whole, gather_parts
 from curvlinops.team.messages import gather_objects, listed, sending_errors
 from curvlinops.team.shards import WHOLE, Whole
 
@@ -347,20 +347,19 @@ class Ranks(Team):
         self.shards.settle()
         tensor = tensor.contiguous()
         if to is None:
-            collectives.add(tensor, self.group)
+            distributed.all_reduce(tensor, group=self.group)
         else:
             distributed.reduce(tensor, group=self.group, group_dst=to)
         return tensor
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """Compare tensors."""
-        collectives.maximum(tensor, self.group)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.group)
         return tensor
 
     def joined(self, part: Tensor, length: int) -> Tensor:
         """Gather rows."""
-        whole = collectives.empty_whole(part, length, self.group)
-        return collectives.gather_parts(whole, part, self.group)[:length]
+        return gather_parts(empty_whole(part, length, self.group), part, self.group)[:length]
 
     def add_all(
         self,
@@ -410,7 +409,7 @@ class Ranks(Team):
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Send a tensor."""
         self.shards.settle()
-        collectives.broadcast(tensor, self.group, source)
+        distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def agreed(self, columns: Columns) -> Columns:
@@ -426,7 +425,7 @@ class Ranks(Team):
         """
         first = (own := _joined(columns)).clone()
         self.shards.settle()
-        collectives.broadcast(first, group)
+        distributed.broadcast(first, group=group, group_src=0)
         difference, size = (
             torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
         )
