@@ -51,7 +51,7 @@ class Matrix:
         self.shape: tuple[int, int] = tuple(self.operator.shape)
         self.device, self.dtype = self.operator.device, self.operator.torch_dtype
         self.space = self.operator.domain
-        if self.space.is_sharded != self.operator.codomain.is_sharded:
+        if self.space.in_parts != self.operator.codomain.in_parts:
             raise TypeError(
                 f"The rows of {type(self.operator).__name__} belong to single processes, but its "
                 "parameters are sharded. Algorithms need vectors that all processes share: pass a "

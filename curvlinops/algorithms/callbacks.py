@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.support.processes import gather_objects, sending_errors
 from curvlinops.support.torch_internals import pytree
 
 
@@ -66,11 +64,7 @@ def stops(
     def answer() -> bool:
         return callback is not None and bool(callback(_copied(state())))
 
-    group = operator._group
-    if group is None or group.size() == 1:
-        return answer()
-    with sending_errors(partial(gather_objects, group=group)):
-        return any(gather_objects(answer(), group))
+    return operator._team.any(answer)
 
 
 def _copied(state: Iteration) -> Iteration:

@@ -88,10 +88,10 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         self._matrix = Matrix(A)
         operator = self._matrix.operator
         super().__init__(operator.codomain, operator.domain, operator.self_adjoint)
-        if self.domain.is_sharded or self.codomain.is_sharded:
-            raise TypeError(
-                "LSMRInverseLinearOperator runs on whole vectors, but the parameters are sharded. "
-                "Use MINRESInverseLinearOperator, or CGInverseLinearOperator."
+        for space in (self.domain, self.codomain):
+            space.check_whole(
+                "the whole vectors that LSMRInverseLinearOperator needs",
+                "Use MINRESInverseLinearOperator, or CGInverseLinearOperator.",
             )
         check_on_failure(on_failure)
         self.on_failure = on_failure

@@ -170,7 +170,7 @@ class Sampler:
         fewest = error_needs if self.return_error else 1
         at_least = max(min(cost * fewest, self.dim), 1)
         num = check_count("num_matvecs", num_matvecs, at_least)
-        if self.matrix.space.is_sharded:  # no process has a whole unit vector
+        if self.matrix.space.in_parts:  # no process has a whole unit vector
             num = min(num, self.dim - 1)
         is_exact = num >= self.dim
         expect_products(self.dim if is_exact else num // cost * cost)
@@ -265,7 +265,7 @@ class Sampler:
 
     def _relative(self, estimate: Tensor, error: Tensor) -> float:
         """Return the norm of an error relative to the norm of the estimate."""
-        if self.matrix.space.is_sharded and estimate.ndim:
+        if self.matrix.space.in_parts and estimate.ndim:
             norms = self.matrix.space.norms
             size, scale = (float(norms(x.unsqueeze(0))) for x in (error, estimate))
         else:

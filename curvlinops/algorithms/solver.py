@@ -6,8 +6,11 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from curvlinops.algorithms.as_operator import operators_in
-from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized
-from curvlinops.support.processes import largest_group, raised_in_all
+from curvlinops.linear_operator.operator import (
+    TorchLinearOperator,
+    all_linearized,
+    raised_in_all,
+)
 from curvlinops.support.progress import solver_bar
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -19,18 +22,15 @@ R = TypeVar("R")
 def solver(name: str, *operators: TorchLinearOperator, callback: Any = None) -> Iterator[None]:
     """Linearize operators, and show one bar for all products.
 
-    An error in one of the processes that multiply together is raised in all, unless they have parts
-    of vectors: then they communicate between products, too.
+    An error in one of the processes that multiply together is raised in all, see ``raised_in_all``.
 
     Args:
         name: The name of the solver.
         *operators: The operators that it multiplies with.
         callback: The user's callback.
     """
-    are_whole = not any(operator.domain.is_sharded for operator in operators)
-    group = largest_group(operator._group for operator in operators if are_whole)
     linearized = all_linearized(*operators, runs_callback=callback is not None)
-    with solver_bar(name), raised_in_all(group), linearized:
+    with solver_bar(name), raised_in_all(*operators), linearized:
         yield
 
 

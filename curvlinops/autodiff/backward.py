@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
-from curvlinops.autodiff.scattering import is_stand_in, stand_in
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.refusals import is_refusal, lacks_memory
+from curvlinops.support.stand_in import is_stand_in, stand_in
 from curvlinops.support.torch_internals import (
     input_metadata,
     run_backward,
     without_torch_function,
 )
 from curvlinops.support.warnings import first_line
+from curvlinops.team.shards import WHOLE, Whole
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -264,7 +264,7 @@ def in_chunks(
     product: Callable[..., Columns],
     size: int | None,
     tensors: tuple[Tensor, ...] = (),
-    shards: Shards | None = None,
+    shards: Whole = WHOLE,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
 
@@ -274,7 +274,7 @@ def in_chunks(
         size: The number of columns at once. It is halved while the memory is too small. Default: as
             many as have ``bytes_of_pass``, if each needs what ``tensors`` and their graphs do.
         tensors: What the product keeps, see ``Linear``.
-        shards: The parameters that are sharded, if any is differentiated.
+        shards: The parameters that are sharded.
 
     Returns:
         A function of columns, of the dtypes to cast them to, and of further arguments of the
@@ -298,14 +298,13 @@ def in_chunks(
             rest = 1 if failure else num_columns - start
             # in equal parts
             rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
-            if shards is not None:
-                shards.at_columns(rows)
+            shards.at_columns(rows)
             try:
                 part = product(_take(V, rows, dtypes, shards), *args)
             except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
-                if shards is not None and shards.has_added:
+                if shards.has_added:
                     raise RuntimeError(
                         "The product of several vectors failed, after a part of it was added to "
                         f"the sums of other processes: {first_line(error)}. Pass chunk_size=1."
@@ -321,24 +320,17 @@ def in_chunks(
             if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)
                 size, failure = 1, None
-            if shards is not None:  # the others were added to sums
-                part = {name: x for name, x in part.items() if name not in shards.params}
-            yield rows, part
+            yield rows, shards.unsummed(part)
             start = rows.stop
 
     return chunks
 
 
-def _take(
-    V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype], shards: Shards | None
-) -> Columns:
+def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype], shards: Whole) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
-        some = {name: column[rows] for name, column in V.items()}
-        if shards is not None:
-            some = shards.cotangents(some, dtypes)
-        sharded = () if shards is None else shards.params
+        some = shards.cotangents({name: column[rows] for name, column in V.items()}, dtypes)
         # contiguous: the columns of a matrix are far apart in its memory
         return {
-            name: column if name in sharded else column.to(dtypes[name]).contiguous()
+            name: column if name in shards.params else column.to(dtypes[name]).contiguous()
             for name, column in some.items()
         }

@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.parameters import with_attributes, without_history
-from curvlinops.autodiff.sharding import Shards
+from curvlinops.autodiff.parameters import without_history
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
-    forward_hooks,
     modules_of,
     tensor_tables,
     uncached_parametrizations,
-    without_fsdp_hooks,
+    with_attributes,
 )
 from curvlinops.support.torch_modes import without_compiler
+from curvlinops.team.shards import WHOLE, Whole
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
@@ -60,8 +59,8 @@ class Evaluation:
         self._model, self._values = model, values
         self._differentiation = differentiation
         self._modules: IsolatedModules | None = None
-        source_of = None if model.shards is None else model.shards.source_of
-        self._protected = Protected([*model.roots, *others], model.params, source_of)
+        roots = [*model.roots, *others]
+        self._protected = Protected(roots, model.params, model.shards.source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -73,17 +72,16 @@ class Evaluation:
         model = self._model
         if self._modules is None:
             replacements = model.replacements(self._values)
-            leaves = model.leaves_of_sharded(self._values)
             self._modules = IsolatedModules(
-                model.roots, replacements, shards=model.shards, leaves=leaves
+                model.roots, replacements, shards=model.shards, leaves=self._values
             )
         with (
             torch.enable_grad(),
             model.requiring_gradients(),
             self._modules.active(),
-            nullcontext() if model.shards is None else model.shards.saved_by_number(),
+            model.shards.saved_by_number(),
             uncached_parametrizations(),
-            overrides.active(self._differentiation, self._protected, bool(model.sharded)),
+            overrides.active(self._differentiation, self._protected, model.shards.products),
         ):
             yield
 
@@ -141,7 +139,7 @@ class IsolatedModules:
         keep_graphs: Whether buffers that require gradients, such as what the model computed in
             this very pass, are used themselves, not as copies without a graph.
         shards: The parameters that are gathered when the modules read them.
-        leaves: What gets the gradients of some of these, see ``Shards.read``.
+        leaves: What gets the gradients of some of these by name, see ``Shards.read``.
 
     Attributes:
         copies: The copies of buffers.
@@ -152,8 +150,8 @@ class IsolatedModules:
         roots: Iterable[nn.Module],
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
-        shards: Shards | None = None,
-        leaves: Mapping[int, Tensor] | None = None,
+        shards: Whole = WHOLE,
+        leaves: Mapping[str, Tensor] | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them
         self._inside: list[Contents] = []
@@ -173,15 +171,13 @@ class IsolatedModules:
                     tensors[id(buffer)] = copies[id(buffer)] = copy
             for table in filter(None, (parameters, buffers)):
                 contents = {n: tensors.get(id(x), x) for n, x in dict.items(table)}
-                if shards is not None and any(map(shards.is_sharded, contents.values())):
-                    lazy = {"_parameters": shards.table(contents, leaves or {})}
-                    self._inside.append((attributes, attributes | lazy))
-                else:
+                gathering = shards.table(contents, leaves or {})
+                if gathering is None:
                     self._inside.append((table, contents))
+                else:
+                    self._inside.append((attributes, attributes | {"_parameters": gathering}))
             self._inside += [(hooks, {}) for hooks in filter(None, backward_hooks(module))]
-            if shards is not None:
-                hooks = filter(None, forward_hooks(module))
-                self._inside += [(x, without_fsdp_hooks(x)) for x in hooks]
+            self._inside += shards.hooks(module)
         self.copies = tuple(copies.values())
 
     @contextmanager

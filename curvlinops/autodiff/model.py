@@ -21,20 +21,20 @@ from curvlinops.autodiff.parameters import (
     named_parameters,
     read_params,
     spread_error,
-    with_attributes,
     without_history,
 )
-from curvlinops.autodiff.scattering import stand_in
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import nearest
+from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
     tensor_tables,
+    with_attributes,
     without_hooks,
 )
+from curvlinops.team.shards import WHOLE, shards_of
 
 
 class Model(ABC):
@@ -52,12 +52,12 @@ class Model(ABC):
         as_list: Whether the user gave them as a list.
         module: The user's module, if the model is one.
         roots: All modules that the model is known to use.
-        shards: The parameters that are sharded over processes, if there are any.
+        shards: The parameters that are sharded over processes, see ``shards_of``.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
     """
 
     module: nn.Module | None = None
-    shards: Shards | None = None
+    shards = WHOLE
     substitutable = True
 
     def __init__(
@@ -67,8 +67,7 @@ class Model(ABC):
         given: Mapping[str, Tensor] | None = None,
         ties: Mapping[str, str] | None = None,
     ):
-        is_own = (lambda x: False) if self.shards is None else self.shards.is_sharded
-        check_complete({name: x for name, x in params.items() if not is_own(x)})
+        check_complete({name: x for name, x in params.items() if not self.shards.is_sharded(x)})
         check_params(params)
         self.source, self.params, self.as_list = source, params, given is None
         self._given, self._ties = given, ties or {}
@@ -81,11 +80,6 @@ class Model(ABC):
     @abstractmethod
     def __call__(self, values: Mapping[str, Tensor], X: Any) -> Any:
         """Evaluate the model on ``X``; inside an ``Evaluation`` at these values only."""
-
-    @property
-    def sharded(self) -> list[str]:
-        """The names of those of ``params`` that are sharded over processes."""
-        return [name for name, x in self.params.items() if isinstance(x, distributed_tensors())]
 
     @property
     def replaced(self) -> dict[int, str]:
@@ -103,10 +97,6 @@ class Model(ABC):
         """
         return {}
 
-    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return what gets the gradients of sharded parameters, see ``Shards.read``."""
-        return {}
-
     def requiring_gradients(self) -> AbstractContextManager:
         """Return a context in which the tensors in ``leaves`` require gradients."""
         return nullcontext()
@@ -116,10 +106,10 @@ class Model(ABC):
 
         Those of sharded parameters have no values, see ``stand_in``.
         """
-        sharded = distributed_tensors()
+        sharded = self.shards.params
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
         leaves = {
-            name: (stand_in if isinstance(param, sharded) else without_history)(param)
+            name: (stand_in if name in sharded else without_history)(param)
             for name, param in self.params.items()
         }
         for name, leaf in leaves.items():
@@ -187,11 +177,10 @@ class ModuleModel(Model):
 
     def __init__(self, module: nn.Module, params: list[Tensor] | Mapping[str, Tensor]):
         check_modules(module)
-        self.shards = Shards.of(module)
+        self.shards = shards_of(module)
         self._registered, self.module = named_parameters(module)
         buffers = dict(module.named_buffers())
-        sharded = distributed_tensors()
-        local = {n: x for n, x in self._registered.items() if not isinstance(x, sharded)}
+        local = {n: x for n, x in self._registered.items() if not self.shards.is_sharded(x)}
         check_complete(local | buffers)
         registered, given = self._registered, None
         if not registered:
@@ -221,9 +210,7 @@ class ModuleModel(Model):
         super().__init__(self.module, untied, given, ties)
         # name in `params` -> the module's own parameter
         self._targets = {name: registered[name] for name in self.params}
-        if self.shards is not None:
-            sharded = {name: self.params[name] for name in self.sharded}
-            self.shards.differentiate(sharded, dtype_of_vectors(self.params))
+        self.shards.differentiate(self.params, dtype_of_vectors(self.params))
         for name, param in self.params.items():
             if param.shape != registered[name].shape:
                 raise ValueError(
@@ -252,9 +239,8 @@ class ModuleModel(Model):
         self, values: Mapping[str, Tensor], with_constants: bool = True
     ) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
-        if self.shards is not None:
-            self.shards.find()
-        targets, sharded = self._targets, set(self.sharded)
+        self.shards.find()
+        targets, sharded = self._targets, self.shards.params
         tensors = {
             id(x): with_attributes(values[n], x) for n, x in targets.items() if n not in sharded
         }
@@ -267,7 +253,7 @@ class ModuleModel(Model):
                 "Build a new operator."
             )
         spread = distributed_tensors()
-        if self.shards is None and any(isinstance(x, spread) for x in present.values()):
+        if not self.shards and any(isinstance(x, spread) for x in present.values()):
             raise ValueError("The model was sharded since the operator was built. Build a new one.")
         constants = {
             k: without_history(x)
@@ -275,10 +261,6 @@ class ModuleModel(Model):
             if with_constants and k not in tensors and not isinstance(x, spread)
         }
         return tensors | constants
-
-    def leaves_of_sharded(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """Return the values of sharded parameters by the parameter's id."""
-        return {id(self._targets[name]): values[name] for name in self.sharded}
 
 
 class FunctionalModel(Model):

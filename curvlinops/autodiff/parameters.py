@@ -11,8 +11,8 @@ from curvlinops.linear_operator.space import match_names
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.torch_internals import (
     distributed_tensors,
-    mark_as_parameter,
     original_module,
+    with_attributes,
 )
 
 _COMPLEX = (
@@ -206,14 +206,6 @@ def without_history(param: Tensor) -> Tensor:
     """Return the same values without history (a copy where autograd refuses the tensor)."""
     values = param.detach().clone() if param.is_inference() else param.detach()
     return with_attributes(values, param)
-
-
-def with_attributes(values: Tensor, param: Tensor) -> Tensor:
-    """Give a tensor the class and the attributes of the parameter or buffer that it replaces."""
-    vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
-    if isinstance(param, nn.Parameter):
-        mark_as_parameter(values)
-    return values
 
 
 def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:

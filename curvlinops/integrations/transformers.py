@@ -17,12 +17,12 @@ from curvlinops.autodiff.model import check_modules
 from curvlinops.autodiff.overrides import Overrides
 from curvlinops.autodiff.overrides.writes import Protected
 from curvlinops.autodiff.parameters import unwrapped
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.losses import wrap_loss
-from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.warnings import warn
+from curvlinops.team.shards import shards_of
+from curvlinops.team.team import team_of
 
 #: The tasks, with the ends of the names of their model classes.
 _TASKS = {
@@ -348,15 +348,13 @@ def _takes(base: nn.Module, name: str) -> bool:
 def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> nn.Module:
     """Return the loss of a model, after it was compared with the model's own on the first batch."""
     task = model_func.task
-    shards = Shards.of(model_func)
-    peers = peers_of(Ranks(shards=shards))
-    source_of = None if shards is None else shards.source_of
+    shards = shards_of(model_func)
     with (
-        peers.raise_on_all_ranks(),
+        team_of(None, shards).peers.raise_on_all_ranks(),
         preserved_rng(),
         torch.no_grad(),
         IsolatedModules([model_func], shards=shards).active(),
-        Overrides({}, Protected([model_func], source_of=source_of)),
+        Overrides({}, Protected([model_func], source_of=shards.source_of)),
     ):
         batch = next(iter(loader), None)
         if batch is None:

@@ -88,11 +88,11 @@ def loss_along(
             "evaluated at others. Pass a Module, or a function (params, X) -> output with a "
             "dictionary as params."
         )
-    if A.space.is_sharded:
-        raise TypeError(
-            "loss_along cannot move sharded parameters. Leave them out of params, or load other "
-            "values into the model, and call gradient_and_loss() of an operator."
-        )
+    A.space.check_whole(
+        "the whole parameters that loss_along moves",
+        "Leave them out of params, or load other values into the model, and call "
+        "gradient_and_loss() of an operator.",
+    )
     grid = _read_steps(steps)
     columns = {name: x.detach() for name, x in A._to_columns(directions, A.space)[0].items()}
     rows = A.space.join_rows(columns)

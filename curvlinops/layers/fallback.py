@@ -39,7 +39,7 @@ def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[s
         NotImplementedError: If one of them is sharded.
     """
     for name in names:
-        if name in problem.model.sharded:
+        if name in problem.model.shards.params:
             reason = reasons.get(name, "it is not known to which samples its layer's rows belong")
             raise NotImplementedError(
                 f"Parameter '{name}' is sharded, and its gradients of single samples cannot be "

@@ -317,8 +317,8 @@ class RecordedBatch:
         uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         inputs: dict[Any, Any] = {use.node: use.edge for use in uses}
-        sharded = self._problem.model.sharded
-        together = [name for name in totals if name not in sharded]
+        shards = self._problem.model.shards
+        together = [name for name in totals if name not in shards.params]
         inputs |= {name: self._leaves[name] for name in together}
         # several vectors may need one pass each; the same graph gives totals that are not computed
         # here, and gradients of parameters of which a function is used
@@ -366,8 +366,7 @@ class RecordedBatch:
         for name in names:
             truth = self._autograd_total(name, uses_of.get(name, []), u, one)
             self._problem.check_finite(u.new_zeros(()), {name: truth})
-            if shards is not None:
-                shards.forget()
+            shards.forget()
             outputs = {use: one.outputs[use] for use in uses_of.get(name, [])}
             sums = partial(self._sum, name, outputs)
             comparison.add(name, sums(), truth, partial(sums, absolute=True))

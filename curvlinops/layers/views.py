@@ -5,11 +5,11 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from curvlinops.autodiff.scattering import Gather
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.rules import Use
 from curvlinops.structured.layout import Axis, ParameterView, grouped, with_strides
 from curvlinops.support.autograd_graph import is_custom, metadata, output_shape, signed
+from curvlinops.team.scattering import Gather
 
 #: Nodes that return entries in the same order, perhaps in another shape.
 RESHAPES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"}

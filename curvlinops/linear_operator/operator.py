@@ -2,9 +2,9 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import partial, reduce
+from functools import reduce
 from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -32,14 +32,9 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
-from curvlinops.support.processes import (
-    gather_objects,
-    largest_group,
-    raised_in_all,
-    sending_errors,
-)
 from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
+from curvlinops.team.team import Team, largest
 
 if TYPE_CHECKING:
 
@@ -85,6 +80,15 @@ def all_linearized(
         finally:
             IS_FOR_CALLER.reset(token)
         yield
+
+
+def raised_in_all(*operators: "TorchLinearOperator") -> AbstractContextManager[None]:
+    """Return a context that raises an error in all processes that multiply together.
+
+    Not if they have parts of vectors: then they communicate between products, too.
+    """
+    are_whole = not any(operator.domain.in_parts for operator in operators)
+    return largest(x._team for x in operators if are_whole).raise_on_all_ranks()
 
 
 _SOLVE = "Solve with CGInverseLinearOperator(A), or MINRESInverseLinearOperator(A)."
@@ -260,13 +264,12 @@ class TorchLinearOperator(LinearOperator):
         return ()
 
     @property
-    def _group(self) -> Any:
-        """The ``ProcessGroup`` of the processes that multiply together, ``None`` for one.
+    def _team(self) -> Team:
+        """The processes that multiply together.
 
-        Of several groups it is the largest, all of whose processes wait for a product.
+        Of several teams it is the largest, all of whose processes wait for a product.
         """
-        operands = (operand._group for operand in self._operands())
-        return largest_group([self.domain.group, *operands])
+        return largest([self.domain.team, *(operand._team for operand in self._operands())])
 
     @property
     def _begins_with_gather(self) -> bool:
@@ -274,21 +277,16 @@ class TorchLinearOperator(LinearOperator):
 
         An error in one of them, before its product, is then raised in all.
         """
-        is_sharded = self.domain.is_sharded or self.codomain.is_sharded
-        together = [x for x in self._operands() if x._group is not None]
-        is_one_group = len({x._group for x in together}) <= 1
-        return not is_sharded and is_one_group and all(x._begins_with_gather for x in together)
+        in_parts = self.domain.in_parts or self.codomain.in_parts
+        together = [x for x in self._operands() if x._team.size > 1]
+        is_one_group = len({x._team.group for x in together}) <= 1
+        return not in_parts and is_one_group and all(x._begins_with_gather for x in together)
 
-    @contextmanager
-    def _reading_together(self) -> Iterator[None]:
+    def _reading_together(self) -> AbstractContextManager[None]:
         """Raise an error before a product in all processes that multiply together."""
-        group = self._group
-        if group is not None and self._begins_with_gather:
-            with sending_errors(partial(gather_objects, group=group)):
-                yield
-        else:
-            with raised_in_all(group):
-                yield
+        team = self._team
+        is_sent = team.size > 1 and self._begins_with_gather
+        return team.sending() if is_sent else team.raise_on_all_ranks()
 
     # --- products. scipy's public methods convert to numpy, so each is asked first
 
@@ -438,10 +436,10 @@ class TorchLinearOperator(LinearOperator):
             ValueError: If the matrix needs more than 4 GiB.
         """
         rows, columns = self.shape
-        if self.domain.is_sharded or self.codomain.is_sharded:
-            raise TypeError(
-                "The parameters are sharded, so that no process has a whole matrix. Multiply "
-                "vectors, or use eigsh, hutchinson_trace or CGInverseLinearOperator."
+        for space in (self.domain, self.codomain):
+            space.check_whole(
+                "a whole matrix",
+                "Multiply vectors, or use eigsh, hutchinson_trace or CGInverseLinearOperator.",
             )
         size = rows * columns * self.torch_dtype.itemsize
         if size > _LARGEST_DENSE:
@@ -671,7 +669,7 @@ class ProductLinearOperator(TorchLinearOperator):
                     f"Operators of shapes {left.shape} and {right.shape} cannot be multiplied."
                 )
             left.domain.check_compatible(right.codomain)
-            if left.domain.is_sharded and not (left.codomain.is_sharded or right.domain.is_sharded):
+            if left.domain.in_parts and not (left.codomain.in_parts or right.domain.in_parts):
                 raise TypeError(
                     "Rows belong to single processes, and parameters are sharded, so that no "
                     "process has a product of rows with rows of other processes. Use gram() for "

@@ -1,85 +1,20 @@
 """The vector space of parameters that are sharded over processes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace, dtype_of_vectors
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.torch_internals import all_gather, distributed_tensors
+from curvlinops.support.torch_internals import distributed_tensors
+from curvlinops.team.layout import GatheredColumns, ShardLayout
+from curvlinops.team.team import team_of
 
-
-def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
-    """Return memory for the parts of all processes, see ``gather_parts``.
-
-    Args:
-        part: This process's part.
-        length: The number of rows that the processes have together.
-        group: The processes.
-    """
-    return part.new_empty(-(-length // group.size()) * group.size(), *part.shape[1:])
-
-
-def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
-    """Write the parts of all processes, one after the other; return where.
-
-    Args:
-        out: Where to write them. It has equally many rows for each process.
-        part: This process's part, which is padded with zeros if it has fewer rows.
-        group: The processes.
-    """
-    padding = len(out) // group.size() - len(part)
-    if padding:
-        part = torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
-    all_gather(out, part.contiguous(), group)
-    return out
-
-
-class ShardLayout(NamedTuple):
-    """How a parameter is sharded along its first axis.
-
-    Attributes:
-        mesh: Its device mesh.
-        placements: Its placements on the mesh.
-        shape: The shape of the whole parameter.
-        part: The slice of the first axis that this process has.
-        group: The processes that have the parts.
-    """
-
-    mesh: Any
-    placements: tuple
-    shape: tuple[int, ...]
-    part: slice
-    group: Any
-
-    @classmethod
-    def of(cls, parameter: Any) -> "ShardLayout":
-        """Return the layout of a DTensor."""
-        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
-        group = mesh.get_group(next(i for i, x in enumerate(placements) if x.is_shard()))
-        length = -(-len(parameter) // group.size())
-        start = min(group.rank() * length, len(parameter))
-        part = slice(start, start + len(parameter.to_local()))
-        return cls(mesh, placements, tuple(parameter.shape), part, group)
-
-    def whole(self, part: Tensor) -> Any:
-        """Return the DTensor, with further axes behind, of which this process has a part."""
-        from torch.distributed.tensor import DTensor
-
-        shape = torch.Size((*self.shape, *part.shape[len(self.shape) :]))
-        strides = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            part.contiguous(),
-            self.mesh,
-            self.placements,
-            run_check=False,
-            shape=shape,
-            stride=strides,
-        )
+_NEED_NONE = "Products, inverses, powers, traces and log-determinants of KFAC's blocks need none."
 
 
 class ShardedSpace(ParameterSpace):
@@ -96,7 +31,7 @@ class ShardedSpace(ParameterSpace):
         device: The device of the vectors.
     """
 
-    is_sharded = True
+    in_parts = True
 
     def __init__(
         self,
@@ -106,7 +41,7 @@ class ShardedSpace(ParameterSpace):
         device: torch.device | str,
     ):
         self.layouts = dict(layouts)
-        self.group = next(iter(layouts.values())).group
+        self.team = team_of(next(iter(layouts.values())).group)
         super().__init__(shapes, dtype, device)
 
     def _shapes_of_parts(self) -> dict[str, tuple[int, ...]]:
@@ -160,16 +95,13 @@ class ShardedSpace(ParameterSpace):
         """
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
-    def check_whole(self, what: str) -> None:
+    def check_whole(self, what: str, remedy: str = _NEED_NONE) -> None:
         """Refuse what no process has.
 
         Raises:
             TypeError: Always.
         """
-        raise TypeError(
-            f"Parameters are sharded, so that no process has {what}. Products, inverses, powers, "
-            "traces and log-determinants of KFAC's blocks need none."
-        )
+        raise TypeError(f"Parameters are sharded, so that no process has {what}. {remedy}")
 
     def split(self, vectors: Any) -> Any:
         """Refuse flat vectors."""
@@ -187,7 +119,7 @@ class ShardedSpace(ParameterSpace):
         )
 
     @property
-    def unsharded(self) -> ParameterSpace:
+    def whole(self) -> ParameterSpace:
         """The space of whole vectors."""
         return ParameterSpace(self.shapes, self.dtype, self.device)
 
@@ -202,9 +134,11 @@ class ShardedSpace(ParameterSpace):
         """
         if name not in self.layouts:
             return part
-        rows, length = part.movedim(0, -1), self.shapes[name][0]
-        full = gather_parts(empty_whole(rows, length, self.group), rows, self.group)
-        return full[:length].movedim(-1, 0)
+        return self.team.joined(part.movedim(0, -1), self.shapes[name][0]).movedim(-1, 0)
+
+    def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return whole vectors of which each tensor is gathered when it is read, and not kept."""
+        return GatheredColumns(columns, self.gather)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return what this process has of tensors ``[K, *shape]`` for a parameter."""
@@ -225,23 +159,23 @@ class ShardedSpace(ParameterSpace):
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
-        return self._total(double_dots(self._counted(first), second))
+        return self.team.add(double_dots(self._counted(first), second))
 
     def norms(self, rows: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
-        return self._total(double_norm(self._counted(rows), 1).square()).sqrt()
+        return self.team.add(double_norm(self._counted(rows), 1).square()).sqrt()
 
     def sums(self, rows: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return self._total(self._counted(rows).sum(1))
+        return self.team.add(self._counted(rows).sum(1))
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
-        return self._total(self._counted(first) @ second.T)
+        return self.team.add(self._counted(first) @ second.T)
 
     def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
         """Return the inner products of K vectors with those of K bases, ``[K, m]``."""
-        return self._total(super().overlaps(bases, self._counted(rows)))
+        return self.team.add(super().overlaps(bases, self._counted(rows)))
 
     def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``.
@@ -250,18 +184,16 @@ class ShardedSpace(ParameterSpace):
         (TSQR, Demmel et al., Communication-optimal parallel and sequential QR and LU
         factorizations, SIAM J. Sci. Comput. 2012).
         """
-        K, size = len(rows), self.group.size()
+        K, team = len(rows), self.team
         Q, R = torch.linalg.qr(self._counted(rows).T)
         own = rows.new_zeros(K, K)
         own[: len(R)] = R
-        every = rows.new_empty(size * K, K)
-        all_gather(every, own, self.group)
-        Q_of_all, R = torch.linalg.qr(every)
-        start = self.group.rank() * K
+        Q_of_all, R = torch.linalg.qr(team.joined(own, team.size * K))
+        start = team.rank * K
         Q = (Q @ Q_of_all[start : start + Q.shape[1]]).T.contiguous()
         if self._unsharded:
             first = torch.cat([Q[:, part] for part in self._unsharded], 1)
-            distributed.broadcast(first, group=self.group, group_src=0)
+            team.broadcast(first, 0)
             sizes = [part.stop - part.start for part in self._unsharded]
             for part, numbers in zip(self._unsharded, first.split(sizes, 1), strict=True):
                 Q[:, part] = numbers
@@ -274,7 +206,7 @@ class ShardedSpace(ParameterSpace):
 
     def _counted(self, rows: Tensor) -> Tensor:
         """Return vectors in which one process alone has the entries that all have."""
-        if not self._unsharded or self.group.rank() == 0:
+        if not self._unsharded or self.team.rank == 0:
             return rows
         rows = rows.clone()
         for part in self._unsharded:
@@ -284,17 +216,11 @@ class ShardedSpace(ParameterSpace):
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""
         number = torch.tensor(super().largest(numbers), dtype=torch.float64, device=self.device)
-        distributed.all_reduce(number, distributed.ReduceOp.MAX, group=self.group)
-        return float(number)
+        return float(self.team.maximum(number))
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is true in any process."""
-        return bool(self._total(torch.tensor(float(flag), device=self.device)))
-
-    def _total(self, numbers: Tensor) -> Tensor:
-        numbers = numbers.contiguous()
-        distributed.all_reduce(numbers, group=self.group)
-        return numbers
+        return bool(self.team.add(torch.tensor(float(flag), device=self.device)))
 
     # --- other spaces
 
@@ -315,33 +241,6 @@ class ShardedSpace(ParameterSpace):
         device, dtype = torch.device(device or self.device), dtype or self.dtype
         same = (device, dtype) == (self.device, self.dtype)
         return self if same else ShardedSpace(self.shapes, self.layouts, dtype, device)
-
-
-class GatheredColumns(Mapping):
-    """Vectors of which each tensor is gathered when it is read, and not kept.
-
-    Args:
-        parts: What this process has of them, ``[K, *part]``; other objects stay as they are.
-        gather: Returns ``[K, *shape]``, given a name and a part.
-    """
-
-    def __init__(self, parts: Mapping[str, Any], gather: Callable[[str, Tensor], Tensor]):
-        self.parts, self._gather = parts, gather
-
-    def __getitem__(self, name: str) -> Any:
-        """Gather the tensors for a parameter."""
-        part = self.parts[name]
-        return self._gather(name, part) if isinstance(part, Tensor) else part
-
-    # by default, a mapping tells by reading it
-    def __contains__(self, name: object) -> bool:
-        return name in self.parts
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
 
 
 def space_of(params: Mapping[str, Tensor]) -> ParameterSpace:

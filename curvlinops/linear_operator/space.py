@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from curvlinops.support.arguments import nearest
+from curvlinops.support.columns import Columns, flat
 from curvlinops.support.norms import double_dot, double_dots, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
-
-#: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
-Columns = dict[str, Tensor]
+from curvlinops.team.team import ALONE
 
 
 @recorded
@@ -36,9 +35,9 @@ class ParameterSpace:
     """
 
     #: Whether processes have parts of vectors.
-    is_sharded = False
-    #: The ``ProcessGroup`` of the processes that have parts of vectors.
-    group: Any = None
+    in_parts = False
+    #: The processes that have parts of vectors.
+    team = ALONE
 
     def __init__(
         self,
@@ -252,15 +251,20 @@ class ParameterSpace:
         """
         return X
 
-    def check_whole(self, what: str) -> None:
+    def check_whole(self, what: str, remedy: str = "") -> None:
         """Refuse what no process has of vectors of which processes have parts.
 
         Args:
             what: What it is.
+            remedy: What to do instead.
         """
 
+    def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return whole vectors, given what this process has of them."""
+        return columns
+
     @property
-    def unsharded(self) -> "ParameterSpace":
+    def whole(self) -> "ParameterSpace":
         """The space of whole vectors."""
         return self
 
@@ -328,7 +332,7 @@ class ParameterSpace:
             raise ValueError(
                 f"Operators live on {self.device} and {other.device}. Move one with to_device()."
             )
-        if self.is_sharded or other.is_sharded:
+        if self.in_parts or other.in_parts:
             self._check_parts(other)
         if self.is_flat or other.is_flat:
             return
@@ -462,13 +466,6 @@ def _matches(names: Sequence[str], pattern: str) -> list[str]:
 
 
 # --- operations on columns
-
-
-def flat(column: Tensor) -> Tensor:
-    """Return ``[K, *shape]`` as ``[K, entries]``; a scalar has one."""
-    if column.ndim == 2:
-        return column
-    return column.reshape(column.shape[0], prod(column.shape[1:]))
 
 
 def cast(columns: Columns, dtype: torch.dtype) -> Columns:

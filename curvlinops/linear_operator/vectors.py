@@ -79,13 +79,11 @@ def to_columns(x: Any, space: ParameterSpace, whole: bool = False) -> tuple[Colu
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    if space.is_sharded:
-        raise TypeError(
-            f"Parameters are sharded, so that no process has a whole vector, but got a flat "
-            f"{'array' if isinstance(x, np.ndarray) else 'tensor'}. Pass a list or dictionary of "
-            "DTensors with the parameters' placements, such as param.grad or "
-            "torch.randn_like(param). Use this package's solvers instead of SciPy's."
-        )
+    space.check_whole(
+        "a flat array or tensor with a whole vector",
+        "Pass a list or dictionary of DTensors with the parameters' placements, such as param.grad "
+        "or torch.randn_like(param). Use this package's solvers instead of SciPy's.",
+    )
     flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else _from_tensor(x, space)
     if flat.ndim not in (1, 2) or len(flat) != space.dim:
         raise ValueError(

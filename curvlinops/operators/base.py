@@ -13,15 +13,14 @@ from torch import Tensor, nn
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
-from curvlinops.autodiff.sharding import check_training
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import LinearCrossEntropyLoss, Loss, wrap_loss
+from curvlinops.risk.agreement import COMPARES_ALWAYS, checksums_of, description
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import check_repeatable
-from curvlinops.risk.distributed import COMPARES_ALWAYS, Ranks, Task, peers_of
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
@@ -34,8 +33,8 @@ from curvlinops.risk.linearization import (
 )
 from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_count, check_flag
-from curvlinops.support.processes import raised_in_all
 from curvlinops.support.torch_modes import exclusive, in_default_modes
+from curvlinops.team.team import Task, Team, team_of
 
 
 @dataclass(eq=False, repr=False)
@@ -111,7 +110,7 @@ class DataLinearOperator(TorchLinearOperator):
     @in_default_modes
     def __post_init__(self) -> None:
         """Check the arguments, and the first batch."""
-        with (ranks := Ranks(self.process_group)).raise_on_all_ranks(), exclusive():
+        with team_of(self.process_group).raise_on_all_ranks(), exclusive():
             self.cache = check_cache(self.cache)
             if self.chunk_size is not None:
                 self.chunk_size = check_count("chunk_size", self.chunk_size)
@@ -122,8 +121,8 @@ class DataLinearOperator(TorchLinearOperator):
             except ValueError:
                 self._check_parameters_of_loss()
                 raise
-            ranks.shards = model.shards
-        with peers_of(ranks).raise_on_all_ranks(), exclusive():
+        ranks = team_of(self.process_group, model.shards)
+        with ranks.peers.raise_on_all_ranks(), exclusive():
             self.risk = EmpiricalRisk(
                 model,
                 self._wrap_loss(self.loss_func, self.reduction),
@@ -140,8 +139,7 @@ class DataLinearOperator(TorchLinearOperator):
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
             self._fresh = FreshProducts()
             self._check_shards()
-        options = {"blocks": self._blocks, **self._compared_options()}
-        with ranks.synchronized(self.risk, "__init__", **options), exclusive():
+        with self._together("__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 
@@ -167,13 +165,11 @@ class DataLinearOperator(TorchLinearOperator):
 
     @property
     def _begins_with_gather(self) -> bool:
-        return self.risk.model.shards is None
+        return not self.risk.model.shards
 
     @property
-    def _group(self) -> Any:
-        shards = self.risk.model.shards
-        # where parameters may be gathered, processes need not be in step
-        return None if shards is not None and shards.is_open else self.risk.peers.group
+    def _team(self) -> Team:
+        return self.risk.peers.in_step
 
     def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
         num_columns, codomain = next(iter(columns.values())).shape[0], self.space.restricted(wanted)
@@ -189,7 +185,7 @@ class DataLinearOperator(TorchLinearOperator):
             if num_columns == 0 or not both:
                 return out
             with (
-                self.risk.summing(columns, flat, codomain),
+                self.risk.adding.summing(columns, flat, codomain),
                 self._built(partial(self._prepare, num_products=num_columns * len(both))) as built,
             ):
                 for linear in built:
@@ -252,7 +248,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def _linearization(self, is_compared: bool) -> Linearization:
-        with raised_in_all(self._group), exclusive():
+        with self._team.raise_on_all_ranks(), exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
         budget = budget_of(self.cache, self.device)
@@ -265,8 +261,7 @@ class DataLinearOperator(TorchLinearOperator):
             with exclusive():
                 self.risk.model.refresh()
                 # a module may have gathered parameters in place of its shards for a while
-                is_sharded = self.risk.model.shards is not None
-                linearization.compare(None if is_sharded else self.risk.tensors())
+                linearization.compare(None if self.risk.model.shards else self.risk.tensors())
 
     @contextmanager
     def _batches(
@@ -293,29 +288,21 @@ class DataLinearOperator(TorchLinearOperator):
     def _together(
         self, task: str, columns: Columns | None = None, **details: Any
     ) -> Iterator[Task]:
-        """Let all ranks pass over their data, see ``Ranks.synchronized``."""
-        if self.risk.ranks.size == 1:
-            yield Task(columns)
-            return
+        """Let all processes pass over their data, see ``Team.task``."""
         shared = linearization_of(self)
-        details |= self._compared_options() | {"is_linearized": shared is not None}
-        is_known = shared is not None and shared.is_synchronized
-        with_values = not is_known or COMPARES_ALWAYS in os.environ
-        ranks, common, parts, replicas = self.risk.ranks, columns, {}, None
-        if columns and self.risk.space.is_sharded:
-            shards = self.risk.model.shards
-            replicas = shards.replicas
-            details["number of vectors"] = len(next(iter(columns.values())))
-            common = {n: x for n, x in columns.items() if n not in shards.params}
-            parts = {n: x for n, x in columns.items() if n in shards.params}
-        with ranks.synchronized(self.risk, task, common, with_values, **details) as current:
+
+        def describe() -> tuple[dict[str, Any], dict[str, int]]:
+            is_known = shared is not None and shared.is_synchronized
+            with_values = not is_known or COMPARES_ALWAYS in os.environ
+            options = self._compared_options() | {"is_linearized": shared is not None}
+            same = description(self.risk, task, columns) | details | options
+            return same, checksums_of(self.risk) if with_values else {}
+
+        with self.risk.ranks.task(describe, columns) as current:
             if shared is not None:
                 shared.is_synchronized = True
-            if parts and replicas is not None:
-                parts = ranks.first_of(parts, replicas)
-            if parts:
-                current.columns = parts | current.columns
             yield current
+            current.term_size = self.risk.term_size
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -389,7 +376,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _check_shards(self) -> None:
         """Refuse a sharded model without the group of its processes, or a sharded loss."""
-        if (shards := self.risk.model.shards) is None:
+        if not (shards := self.risk.model.shards):
             return
         if self._adds_data:
             shards.check_processes(self.process_group)
@@ -400,8 +387,7 @@ class DataLinearOperator(TorchLinearOperator):
     def _check_model(self) -> None:
         """Check the model with its present train flags."""
         self.risk.invalidate()
-        if self.risk.model.shards is not None:
-            check_training(self.risk.model.module)
+        self.risk.model.shards.check_training()
         singles_of = type(self).__name__ if self._per_sample else None
         may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
@@ -413,8 +399,7 @@ class DataLinearOperator(TorchLinearOperator):
         name = not_finite(out, flat)
         if not self.risk.any(name is not None):
             return
-        shards = self.risk.model.shards
-        if self.risk.loss is not None and not (shards is not None and shards.is_open):
+        if self.risk.loss is not None and not self.risk.model.shards.is_open:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(

@@ -66,7 +66,7 @@ class EFLinearOperator(DataLinearOperator):
 
     def _from_rows(self, problem: BatchProblem) -> Linear:
         """Prepare products with ``J^T J``, J the gradients of the samples."""
-        if problem.shards is not None:
+        if problem.space.in_parts:
             raise NotImplementedError(
                 "The model, or its loss, can be differentiated only once, so that products need "
                 "the gradients of all samples, which no process has of sharded parameters. Leave "
@@ -114,7 +114,7 @@ class EFLinearOperator(DataLinearOperator):
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
         shared, num_samples = linearization_of(self), problem.evident_samples
-        if shared is None or num_samples is None or problem.shards is not None:
+        if shared is None or num_samples is None or problem.space.in_parts:
             return False
         if not shared.has_room(num_samples * self.space.dim * self.space.dtype.itemsize):
             return False

@@ -61,11 +61,10 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         self.mc_samples, self.seed = check_sampling(
             self.risk.loss, self.mc_samples, self.seed, at_least=0
         )
-        if self.space.is_sharded:
-            raise TypeError(
-                "GGNDiagonalLinearOperator cannot have sharded parameters in params. Estimate the "
-                "diagonal by xdiag or hutchinson_diag of a GGNLinearOperator."
-            )
+        self.space.check_whole(
+            "the whole diagonal of a GGNDiagonalLinearOperator",
+            "Estimate it by xdiag or hutchinson_diag of a GGNLinearOperator.",
+        )
 
     def _capture(self, problem: BatchProblem) -> SampleGradients:
         backward = problem.rules(SampleBackward, type(self).__name__)

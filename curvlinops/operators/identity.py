@@ -10,14 +10,15 @@ from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.risk.agreement import numbers_of
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.determinism import sketches
-from curvlinops.risk.distributed import Ranks, numbers_of
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import seed_everything, seeded
 from curvlinops.support.sketch import sketch
 from curvlinops.support.torch_internals import distributed_tensors, strided_tensors
+from curvlinops.team.team import ALONE
 
 #: Plain values and ``Numbers`` by name, as JSON has them.
 Identity = dict[str, Any]
@@ -52,7 +53,7 @@ def identity_of(
     """
     if not with_numbers:
         return _facts(operator, options)
-    with (operator.risk.peers if operator.risk.model.shards else Ranks()).raise_on_all_ranks():
+    with (operator.risk.peers if operator.risk.model.shards else ALONE).raise_on_all_ranks():
         numbers = _on_batch(operator)
     return _facts(operator, options) | _values(operator) | numbers
 
@@ -173,7 +174,7 @@ def _facts(operator: DataLinearOperator, options: Mapping[str, Any]) -> Identity
 def _values(operator: DataLinearOperator) -> Identity:
     """Return numbers of parameters and buffers of model and loss; sharded ones are gathered."""
     risk, found = operator.risk, Identity()
-    if risk.model.shards is not None:
+    if risk.model.shards:
         risk.peers.gather_objects(None)  # nobody evaluates the model any more
     for name, x in numbers_of(risk, sharded=True).items():
         is_sharded = isinstance(x, distributed_tensors())

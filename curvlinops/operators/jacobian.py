@@ -72,8 +72,8 @@ class JacobianLinearOperator(RowsLinearOperator):
     @together
     def _row_by_row(self) -> Tensor:
         """Return the matrix from the gradients of all samples at once."""
-        dense = self.domain.unsharded.empty(self.shape[0])
-        out = self.domain.unsharded.split_rows(dense)
+        dense = self.domain.whole.empty(self.shape[0])
+        out = self.domain.whole.split_rows(dense)
         with self._batches("to_dense") as batches:
             for gradients, view in self._gradients(batches):
                 units, start = _units(gradients), 0

@@ -14,7 +14,6 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.sharded_space import GatheredColumns
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import is_followed, to_columns
 from curvlinops.losses.base import DependentLossError
@@ -140,7 +139,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
         with super()._batches(description, data) as batches:
-            is_any = self._indices is None and not self.risk.model.sharded
+            is_any = self._indices is None and not self.risk.model.shards.params
             yield batches if is_any else self._with_wanted_rows(batches)
 
     def _with_wanted_rows(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
@@ -197,10 +196,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return rows
 
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
-        if self.risk.model.sharded:  # layer by layer, as a process has few whole layers
+        if self.risk.model.shards.params:  # layer by layer, as a process has few whole layers
 
             def multiply_whole(V: Columns) -> Tensor:
-                return products(self._rows_of(problem), self.risk.whole(V)).T
+                return products(self._rows_of(problem), self.risk.model.shards.whole(V)).T
 
             tensors = tuple(leaves((problem.batch.X, problem.batch.y)))
             return _adding(multiply_whole, tensors, self._lengths[problem.batch.index])
@@ -336,9 +335,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         identity = None
         if out is not None:
             out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
-        vectors = columns if is_whole else self.risk.whole(columns)
+        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
         table = ScoreTable(self.shape[0], like, out, identity)
-        with self.risk.sharing({} if is_whole else columns, {}), table:
+        with self.risk.adding.sharing({} if is_whole else columns), table:
             for number, batch_rows, scores in self._products(vectors, per_position, table.done):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
@@ -401,15 +400,13 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if is_followed(columns):
             raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
-        if self.domain.is_sharded:
-            columns = GatheredColumns(columns, self.domain.gather)
-        return LowRankColumns(columns, rank, is_vector)
+        return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
 
     @in_default_modes
     @together
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
-        space = self.domain.unsharded
+        space = self.domain.whole
         return self._chosen(
             space.join_rows(self._write(space.split_rows(space.empty(self._all.dim))))
         )
@@ -425,7 +422,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
         The same numbers as in ``dense``, without one large block of memory.
         """
-        rows = self._write(self.domain.unsharded.lazy_empty(self._all.dim))
+        rows = self._write(self.domain.whole.lazy_empty(self._all.dim))
         return self.risk.model.pack({name: self._chosen(x) for name, x in rows.items()})
 
     @together
@@ -468,9 +465,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means(
-            "second_moment", lambda g: g.sum_of_squares()[None], self.domain.unsharded
-        )[0]
+        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain.whole)[
+            0
+        ]
 
     @in_default_modes
     def variance(self) -> Tensor:

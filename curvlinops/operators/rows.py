@@ -35,10 +35,7 @@ def together(method: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shards = self.risk.model.shards
-        if shards is None or shards.is_open:
-            return method(self, *args, **kwargs)
-        with self.risk.peers.raise_on_all_ranks():
+        with self.risk.peers.raise_once():
             return method(self, *args, **kwargs)
 
     return run
@@ -143,7 +140,7 @@ class RowsLinearOperator(DataLinearOperator):
         if num_columns == 0:
             return out
         flat_out, build = rows.join_rows(out), partial(self._prepare, num_products=num_columns)
-        with self.risk.sharing(columns, {}), self._built(build) as batches:
+        with self.risk.adding.sharing(columns), self._built(build) as batches:
             slices = RowSlices(rows.dim)
             for linear in slices.of(batches):
                 linear.apply(columns, {"": flat_out[:, slices.next(linear.num_rows)]})
@@ -162,8 +159,9 @@ class RowsLinearOperator(DataLinearOperator):
         def build(problem: BatchProblem, is_kept: bool) -> Linear:
             return self._linearize_transpose(problem)
 
-        sums = self.risk.summing({}, space.join_rows(out), space)  # of the rows of all processes
-        with sums, self._built(build, "rmatmat") as batches:
+        # of the rows of all processes
+        summing = self.risk.adding.summing({}, space.join_rows(out), space)
+        with summing, self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
             for linear in slices.of(batches):
                 linear.apply({"": U[:, slices.next(linear.num_rows)]}, out)
@@ -172,13 +170,12 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _check_number(self, num_columns: int) -> None:
         """Refuse other numbers of vectors in other processes, if parameters are sharded."""
-        if self.risk.space.is_sharded:
-            numbers = self.risk.peers.gather_objects(num_columns)
-            if len(set(numbers)) > 1:
-                raise ValueError(
-                    f"Processes multiply different numbers of vectors at once: {numbers}. Each "
-                    "has a part of the parameters, so that all must multiply equally many."
-                )
+        numbers = self.risk.adding.gather_objects(num_columns)
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"Processes multiply different numbers of vectors at once: {numbers}. Each has a "
+                "part of the parameters, so that all must multiply equally many."
+            )
 
     def _gram(self, batches: list[tuple[dict[str, PerSampleGradient], Tensor]]) -> Tensor:
         """Return the inner products of all rows.

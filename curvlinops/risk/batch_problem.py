@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
-from curvlinops.autodiff.sharding import Shards
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
@@ -183,11 +182,6 @@ class BatchProblem:
         """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
         return self.model.substitutable
 
-    @property
-    def shards(self) -> Shards | None:
-        """The parameters that are sharded, if any is differentiated."""
-        return self.model.shards if self._risk.space.is_sharded else None
-
     # --- facts about the model
 
     @property
@@ -198,7 +192,7 @@ class BatchProblem:
     @cached_property
     def _watch(self) -> Watch:
         """Watches the model's first evaluation."""
-        return Watch(self.model.replaced)
+        return Watch(self.model.replaced, self.model.shards.is_gathered)
 
     @property
     def facts(self) -> ModelFacts:
@@ -269,7 +263,7 @@ class BatchProblem:
         Gradients of sharded parameters are added to sums of all processes if it ``is_summed``.
         """
         leaves = self.leaves()
-        for name in self.model.sharded:
+        for name in self.model.shards.params:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
         self.functions, self._has_seen_loss = UserFunctions(self._risk.facts), False

@@ -29,7 +29,7 @@ def check_jacobian(
 ) -> None:
     """Compare products with the Jacobian of the output with ordinary backward passes."""
     _, leaves, output = recording
-    if problem.shards is not None:
+    if problem.space.in_parts:
         warn(
             "Products with the Jacobian are not compared with ordinary backward passes, since "
             f"parameters are sharded. The backward of {', '.join(problem.uncompared)} must be "
@@ -68,7 +68,7 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
     )
     at = {name: leaf.detach() for name, leaf in problem.leaves().items()}
     dtypes = {x.dtype for x in at.values()} | problem.functions.precisions
-    if problem.shards or not problem.can_substitute:
+    if problem.space.in_parts or not problem.can_substitute:
         problem.functions.were_compared(True)
         reason = "the model is a closure, or sharded"
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")

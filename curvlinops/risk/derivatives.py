@@ -83,7 +83,7 @@ def transposed_jacobian(
     def product(u: Columns, inputs: Tensors) -> Columns:
         return vjp_columns({"": output}, u, inputs)
 
-    chunks = in_chunks(product, chunk_size, (output,), problem.shards)
+    chunks = in_chunks(product, chunk_size, (output,), problem.model.shards)
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
@@ -146,7 +146,9 @@ def jacobian(
         jvp = _double_vjp(problem, recording)
 
     tensors = jvp.tensors + linear_map.tensors
-    chunks = in_chunks(lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.shards)
+    chunks = in_chunks(
+        lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.model.shards
+    )
     (context, copies), dtypes = evaluation.of_graph([output]), _dtypes(leaves)
 
     def apply(V: Columns, out: Columns) -> None:
@@ -169,7 +171,7 @@ def gauss_newton(
         chunk_size: See ``hessian``.
         single: See ``hessian``.
     """
-    is_forward = single and not problem.space.is_sharded
+    is_forward = single and not problem.space.in_parts
     if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
@@ -219,7 +221,7 @@ def _by_columns(
     chunk_size: int | None,
 ) -> Linear:
     """Return the ``Apply`` of a product; for its context see ``Evaluation.of_graph``."""
-    chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.shards)
+    chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.model.shards)
     (context, copies), dtypes = context, _dtypes(leaves)
 
     def apply(V: Columns, out: Columns) -> Tensor:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.evaluation import plain_output
-from curvlinops.autodiff.scattering import stand_in
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
@@ -24,6 +23,7 @@ from curvlinops.support.norms import double_norm
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, seed_everything
 from curvlinops.support.sketch import sketch
+from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import modules_of
 
 _OTHER_DATA = (
@@ -115,7 +115,7 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
     """Return an error if the user's own call gives another loss, by the fast path of attention."""
     model = problem.model
     modules = modules_of(model.roots)
-    if not torch.backends.mha.get_fastpath_enabled() or model.shards is not None:
+    if not torch.backends.mha.get_fastpath_enabled() or model.shards:
         return None
     if not any(isinstance(x, _WITH_FAST_PATH) and not x.training for x in modules):
         return None

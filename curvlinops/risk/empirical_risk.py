@@ -1,26 +1,26 @@
 """The empirical risk: model, loss, parameters and data; sums over all batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.model import Model, train_flags
-from curvlinops.linear_operator.sharded_space import GatheredColumns, space_of
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add, not_finite
+from curvlinops.linear_operator.sharded_space import space_of
+from curvlinops.linear_operator.space import Columns, add, not_finite
 from curvlinops.losses.base import Loss
+from curvlinops.risk.agreement import checksums_of, description
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.derivatives import gradient
-from curvlinops.risk.distributed import Ranks, peers_of
 from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.signals import deliver_signals
 from curvlinops.support.torch_modes import exclusive
+from curvlinops.team.team import Team
 
 
 class EmpiricalRisk:
@@ -40,8 +40,8 @@ class EmpiricalRisk:
 
     Attributes:
         facts: What is known of model and loss.
-        peers: The processes that evaluate the model together: ``ranks``, or for operators of one
-            process's data those with shards of the model, or copies of these.
+        peers: The processes that evaluate the model together, see ``Team``.
+        adding: The processes whose products are added up.
         term_size: In a pass, the length of the outputs' last axis, if batches must agree on it.
     """
 
@@ -52,14 +52,14 @@ class EmpiricalRisk:
         batches: Batches,
         progressbar: bool,
         name: str,
-        ranks: Ranks,
+        ranks: Team,
         checks: bool,
         per_sample: bool,
     ):
         self.model, self.loss, self.data = model, loss, batches
         self.progressbar, self.name, self.ranks, self.checks = progressbar, name, ranks, checks
-        self.per_sample, self.peers = per_sample, peers_of(ranks)
-        self.space = space_of(model.params)
+        self.per_sample, self.space = per_sample, space_of(model.params)
+        self.peers, self.adding = ranks.peers, ranks.adding
         self.facts, self.term_size = ModelFacts(), None
 
     # --- what is known of the model
@@ -113,61 +113,14 @@ class EmpiricalRisk:
             return False
         return self.data.length == 1
 
-    # --- sharded parameters
-
-    @contextmanager
-    def sharing(self, vectors: Columns, sums: Columns) -> Iterator[None]:
-        """Let processes share vectors and sums, see ``Shards.product``.
-
-        Afterwards all have passed over their data, or there is an error in all.
-        """
-        if not self.space.is_sharded:
-            yield
-            return
-        with self.model.shards.product(vectors, sums), self.peers.raise_on_all_ranks():
-            yield
-
-    def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return vectors of which each tensor is gathered when it is read; inside ``sharing``."""
-        if not self.space.is_sharded:
-            return columns
-        return GatheredColumns(columns, self.model.shards.whole_vectors)
+    # --- several processes
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is true in any process with parts of vectors.
 
         Where an error in one process is raised in all anyway, the flag is this process's own.
         """
-        shards = self.model.shards
-        return flag if shards is None or shards.is_open else self.space.any(flag)
-
-    @contextmanager
-    def summing(self, vectors: Columns, rows: Tensor, space: ParameterSpace) -> Iterator[None]:
-        """Pass over the data, then add up the vectors of all processes, in place.
-
-        If processes are in step, they wait for each other in the sum, even if there was an error
-        in one. What is raised in all after that includes signals that came while they waited.
-
-        Args:
-            vectors: The vectors that are multiplied.
-            rows: This process's sums, or its parts of them, ``[K, dim]``.
-            space: Their space.
-        """
-        if not self.space.is_sharded:
-            try:
-                yield
-            finally:
-                self.ranks.add(rows)
-            return
-        with self.sharing(vectors, space.split_rows(rows)):
-            yield
-        # sums for sharded parameters are complete but for replicas
-        layouts = getattr(space, "layouts", {})
-        replicas = Ranks(self.model.shards.replicas)
-        for name in space.names:
-            part = rows[:, space.slice(name)]
-            ranks = replicas if name in layouts else self.peers
-            part.copy_(ranks.add(part.contiguous()))
+        return flag if self.model.shards.is_open else self.space.any(flag)
 
     # --- passes over the data
 
@@ -232,12 +185,12 @@ class EmpiricalRisk:
         Raises:
             ValueError: If either is not finite, naming batch or parameter.
         """
-        name, ranks = "gradient_and_loss", self.peers if self.space.is_sharded else self.ranks
-        with ranks.sending():
+        name, team = "gradient_and_loss", self.adding
+        with team.sending():
             total = self.space.zeros(1)
         with (
-            ranks.synchronized(self, name) as task,
-            self.summing({}, self.space.join_rows(total), self.space),
+            team.task(lambda: (description(self, name), checksums_of(self))) as task,
+            team.summing({}, self.space.join_rows(total), self.space),
             self.batches(name) as batches,
         ):
             for problem in batches:
@@ -246,11 +199,12 @@ class EmpiricalRisk:
                 task.totals["loss"] += value
                 task.totals["weight"] += share
                 add(total, slice(None), columns)
+            task.term_size = self.term_size
         loss = task.totals["loss"].to(value.dtype)
         scale = self.scale(task.totals["weight"])
         for column in total.values():
             column *= scale
-        if self.space.is_sharded:
+        if self.model.shards.params:
             name = not_finite(total)
             if self.any(name is not None):
                 where = "" if name is None else f" in parameter '{name}'"

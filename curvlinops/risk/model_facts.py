@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.evaluation import not_registered
-from curvlinops.autodiff.scattering import leaf_of
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
     DIFFERENTIATING,
@@ -144,6 +143,10 @@ class UserFunctions:
 class Watch(TorchFunctionMode):
     """Watches the calls of the model and of the loss; for the attributes see ``ModelFacts``.
 
+    Args:
+        replaced: The names of tensors that were replaced, by id.
+        is_gathered: Whether a tensor is a sharded parameter that was gathered.
+
     Attributes:
         is_in_loss: Whether the loss is evaluated.
 
@@ -154,9 +157,9 @@ class Watch(TorchFunctionMode):
         NotImplementedError: When the model differentiates with respect to a sharded one.
     """
 
-    def __init__(self, replaced: dict[int, str]):
+    def __init__(self, replaced: dict[int, str], is_gathered: Callable[[Any], bool]):
         super().__init__()
-        self._replaced = replaced
+        self._replaced, self._is_gathered = replaced, is_gathered
         self.differentiates = self.stops_gradients = self.is_in_loss = False
         self.hooks: set[str] = set()
 
@@ -178,7 +181,7 @@ class Watch(TorchFunctionMode):
                 "differentiate. For a derivative that is a part of the loss, call "
                 "torch.autograd.grad(..., create_graph=True)."
             )
-        if func in DIFFERENTIATING and any(leaf_of(x) is not None for x in leaves((args, kwargs))):
+        if func in DIFFERENTIATING and any(map(self._is_gathered, leaves((args, kwargs)))):
             raise NotImplementedError(
                 "The model differentiates with respect to a sharded parameter itself, which is not "
                 "supported. Leave the parameter out of sharding: fully_shard(..., ignored_params)."

@@ -85,7 +85,7 @@ class SeenAlone:
 
     def knows(self, model: Model, graph: int) -> bool:
         """Return whether samples were seen alone; of sharded models, nothing is remembered."""
-        if model.shards is not None:
+        if model.shards:
             return False
         zero = _zero_tensors(model.tensors())
         self._asked = graph, zero

@@ -1,7 +1,7 @@
 """Block-diagonal matrices."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property, reduce
 from math import prod
 from typing import Any
@@ -16,6 +16,7 @@ from curvlinops.structured.layout import Layout, ParameterView, in_whole
 from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
+from curvlinops.team.team import ALONE, Team, largest
 
 
 @recorded
@@ -45,7 +46,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         blocks: Sequence[StructuredLinearOperator] | Mapping[Any, StructuredLinearOperator],
         space: ParameterSpace | None = None,
         layouts: Sequence[Layout] | None = None,
-        ranks: Any = None,
+        ranks: Team = ALONE,
     ):
         self.ranks = ranks
         named = dict(blocks) if isinstance(blocks, Mapping) else dict(enumerate(blocks))
@@ -131,7 +132,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return sum(layout.number for layout in self._layouts)
 
     def _record(self) -> tuple:
-        if self.ranks is not None:
+        if self.ranks.size > 1:
             raise NotImplementedError(
                 "An operator with blocks on several processes cannot be saved in one file. The "
                 "factors of KFAC can be kept in a directory, which curvlinops.load reads."
@@ -155,7 +156,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         Errors name the block.
         """
         out = []
-        with self._raising_together():
+        with self.ranks.raise_on_all_ranks():
             for i, (stack, layout) in enumerate(zip(self._stacks, self._layouts, strict=True)):
                 try:
                     out.append(function(stack))
@@ -183,21 +184,16 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     # --- blocks on several processes
 
     @property
-    def _group(self) -> Any:
-        return super()._group if self.ranks is None else self.ranks.group
-
-    def _raising_together(self) -> AbstractContextManager:
-        """Return a context that raises an error on all processes if there is one on any."""
-        return nullcontext() if self.ranks is None else self.ranks.raise_on_all_ranks()
+    def _team(self) -> Team:
+        return largest([super()._team, self.ranks.in_step])
 
     def _agreed(self, columns: Columns) -> Columns:
         """Return vectors that are the same on all processes, unless these have parts of them."""
-        is_local = self.ranks is None or self.domain.is_sharded
-        return columns if is_local else self.ranks.agreed(columns)
+        return columns if self.domain.in_parts else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
         """Return numbers that have zeros for other processes' blocks with those of all blocks."""
-        return numbers if self.ranks is None else self.ranks.add(numbers)
+        return self.ranks.add(numbers)
 
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
@@ -209,7 +205,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     @property
     def _takes_whole(self) -> bool:
-        return not self.domain.is_sharded
+        return not self.domain.in_parts
 
     @cached_property
     def _in_whole(self) -> list[Layout]:
@@ -225,7 +221,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Multiply vectors by all blocks."""
         columns = self._agreed(columns)
         rows = columns.get("")
-        if rows is None and not self.domain.is_sharded:
+        if rows is None and not self.domain.in_parts:
             rows = self.domain.joined_view(columns)
         layouts = self._layouts if rows is None else self._in_whole
         source = columns if rows is None else {"": rows}
@@ -239,24 +235,24 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Return vectors as rows, given those of the blocks, ``[K, D_b]`` each."""
         space, rows = self.domain, None
         for layout, some in zip(
-            self._layouts if space.is_sharded else self._in_whole, vectors, strict=True
+            self._layouts if space.in_parts else self._in_whole, vectors, strict=True
         ):
             if rows is None:
                 rows = space.empty(len(some))
-                out = space.split_rows(rows.zero_()) if space.is_sharded else {"": rows}
+                out = space.split_rows(rows.zero_()) if space.in_parts else {"": rows}
             self._write(layout, some, out)
-        return rows if space.is_sharded else self._complete(rows)
+        return rows if space.in_parts else self._complete(rows)
 
     def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
         """Return the vectors of a block, given vectors of which processes may have parts."""
-        if self.domain.is_sharded:
+        if self.domain.in_parts:
             names = [name for name in columns if name in layout.names]  # in the same order
             columns = {name: self.domain.gather(name, columns[name]) for name in names}
         return layout.gather(columns)
 
     def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
         """Write the vectors of a block to vectors of which processes may have parts."""
-        if not self.domain.is_sharded:
+        if not self.domain.in_parts:
             layout.write(vectors, out)
             return
         shapes = {name: (len(vectors), *self.domain.shapes[name]) for name in layout.names}
@@ -279,7 +275,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
         for block, layout in blocks:
             self._write(layout, block._apply_rows(self._gathered(layout, columns)), out)
-        is_complete = self.domain.is_sharded
+        is_complete = self.domain.in_parts
         return {n: out[n] if is_complete else self._complete(out[n]) for n in names}
 
     # --- quantities
@@ -310,7 +306,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _has_eigh(self) -> bool:
         is_cheap = all(block._has_eigh() for block in self._stacks)
-        return is_cheap if self.ranks is None else all(self.ranks.gather_objects(is_cheap))
+        return all(self.ranks.gather_objects(is_cheap))
 
     def _inverse(self, accurate: bool = True) -> "BlockDiagonalLinearOperator":
         return self._map(lambda block: block._inverse(accurate))
@@ -349,7 +345,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         """Combine pairs of blocks on the same entries, if each result has structure."""
         if not isinstance(other, BlockDiagonalLinearOperator):
             return None
-        if self.ranks is not None or other.ranks is not None:
+        if max(self.ranks.size, other.ranks.size) > 1:
             return None
         if self.domain.shapes != other.domain.shapes or self.layouts != other.layouts:
             return None

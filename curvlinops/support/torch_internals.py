@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -159,21 +159,6 @@ def distributed_tensors() -> tuple[type, ...]:
     return () if library is None else (library.DTensor,)
 
 
-def all_gather(out: Tensor, tensor: Tensor, group: Any) -> None:
-    """Write the tensors of all processes to one, one after the other."""
-    _collective("all_gather_single", "all_gather_into_tensor")(out, tensor, group=group)
-
-
-def reduce_scatter(out: Tensor, tensor: Tensor, group: Any) -> None:
-    """Add up the tensors of all processes, and write this process's part of the sum."""
-    _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, tensor, group=group)
-
-
-def _collective(name: str, former_name: str) -> Callable:
-    library = torch.distributed  # PyTorch 2.13 has renamed both
-    return getattr(library, name, None) or getattr(library, former_name)
-
-
 def without_fsdp_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
     """Return a module's hooks without those of ``torch.distributed.fsdp.fully_shard``."""
     return {key: hook for key, hook in hooks.items() if not _is_from(_FSDP, hook)}
@@ -225,6 +210,14 @@ def base_of(tensor: Tensor) -> Tensor | None:
 def mark_as_parameter(tensor: Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor."""
     tensor._is_param = True
+
+
+def with_attributes(values: Tensor, param: Tensor) -> Tensor:
+    """Give a tensor the class and the attributes of the parameter or buffer that it replaces."""
+    vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
+    if isinstance(param, nn.Parameter):
+        mark_as_parameter(values)
+    return values
 
 
 def has_hooks(tensor: Tensor) -> bool:

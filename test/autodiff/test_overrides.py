@@ -89,7 +89,7 @@ def test_half_precision_is_left_alone(dtype: torch.dtype):
 
 def test_in_place():
     x = torch.randn(2, 4)
-    with overrides.active("twice", Protected([])):
+    with overrides.active("twice", Protected([]), {}):
         expected = F.hardsigmoid(x)
         assert F.hardsigmoid(x, inplace=True) is x
         assert torch.equal(x, expected)

@@ -45,8 +45,8 @@ import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
-from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.sums import SumOfKroneckersLinearOperator
+from curvlinops.team.team import Ranks
 from curvlinops.training import KFACPreconditioner
 
 CHECKS, check = registry()

@@ -17,7 +17,7 @@ from processes import classifier, fails, group, part, rank, registry, vector
 from test_parallel import run
 
 import curvlinops
-from curvlinops.support.processes import gather_objects
+from curvlinops.team.messages import gather_objects
 
 CHECKS, check = registry()
 #: All functions of torch.distributed that communicate; some have new names since PyTorch 2.13.

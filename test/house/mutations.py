@@ -37,6 +37,9 @@ TESTS = {
         linear_operator/vector_gradients::test_first_and_second_derivatives
         linear_operator/vector_gradients::test_transforms_are_refused risk/linearized
         distributed/parallel::test_together[sharded_checks-1]""",
+    "team": """
+        distributed/team support/signals messages/errors
+        distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
         contract/contract::test_single_products_of_large_models messages/errors

@@ -10,10 +10,11 @@ import curvlinops
 
 ROOT = Path(curvlinops.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-_BASE = {"support", "linear_operator"}
+_BASE = {"support", "team", "linear_operator"}
 #: The folders that a folder may import. `layers` and `algorithms` do not know each other.
 ALLOWED = {
     "support": {"support"},
+    "team": {"team", "support"},
     "linear_operator": _BASE,
     "structured": {"structured", *_BASE},
     "algorithms": {"algorithms", *_BASE},
@@ -34,15 +35,15 @@ ALLOWED = {
 }
 
 
-def imported(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports, wherever in the file."""
+def imported(path: Path, package: str = "curvlinops") -> set[str]:
+    """Return the modules of a package that a file imports, wherever in the file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return {name for name in names if name.startswith("curvlinops.")}
+    return {name for name in names if f"{name}.".startswith(f"{package}.")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -51,6 +52,14 @@ def test_imports_go_down(path: Path):
     if room in ALLOWED:
         rooms = {name.split(".")[1] for name in imported(path)}
         assert rooms <= ALLOWED[room]
+
+
+def test_team_alone_imports_distributed():
+    importing = {path.relative_to(ROOT) for path in FILES if imported(path, "torch.distributed")}
+    rooms = {path.parts[0] for path in importing}
+    assert rooms == {"team", "support"}
+    # whether there are several processes
+    assert [str(path) for path in importing if path.parts[0] == "support"] == ["support/signals.py"]
 
 
 def test_no_import_circle():

@@ -5,7 +5,7 @@ and in every backward pass, which recomputes checkpointed parts of the forward. 
 is differentiated, add a line to ``OVERRIDES``; to refuse a call, raise an error in its replacement.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, to
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.scattering import PRODUCTS
 from curvlinops.support import torch_internals
 from curvlinops.support.read_only import writes
 
@@ -48,9 +47,6 @@ FORWARD = OVERRIDES | ATTENTION
 
 #: In addition, where the graph of the backward pass is differentiated.
 TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
-
-#: The same with respect to sharded parameters.
-TWICE_SHARDED = TWICE | PRODUCTS
 
 
 class Overrides(TorchFunctionMode):
@@ -77,7 +73,7 @@ class Overrides(TorchFunctionMode):
 
 @contextmanager
 def active(
-    differentiation: Differentiation, protected: Protected, is_sharded: bool = False
+    differentiation: Differentiation, protected: Protected, products: Mapping[Callable, Callable]
 ) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
@@ -85,11 +81,11 @@ def active(
         differentiation: See ``Differentiation``. Unless it is ``"once"``, attention that is not
             replaced runs in the math kernel, since the fused ones lack derivatives.
         protected: The parameters to which no call may write.
-        is_sharded: Whether sharded parameters are differentiated.
+        products: Further calls that are replaced if it is ``"twice"``.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
-    twice = TWICE_SHARDED if is_sharded else TWICE
+    twice = TWICE | products if products else TWICE
     table = {"once": OVERRIDES, "forward": FORWARD, "twice": twice}[differentiation]
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:

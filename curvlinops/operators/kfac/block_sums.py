@@ -16,8 +16,8 @@ from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
+from curvlinops.team.team import Team
 
 _OTHER_USES = (
     "Layers use parameters in other ways in a further pass over the data than in that for the "
@@ -61,7 +61,7 @@ OfBlock = TypeVar("OfBlock", bound=BlockSum)
 
 
 def everywhere(
-    own: Mapping[Views, OfBlock], ranks: Ranks, device: torch.device
+    own: Mapping[Views, OfBlock], ranks: Team, device: torch.device
 ) -> dict[Views, OfBlock]:
     """Return what all processes have for some blocks each, in all processes."""
     tensors = ranks.exchange(

@@ -193,9 +193,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self.factor_placement == "partition" and self.risk.ranks.size > 1
 
     @property
-    def _group(self) -> Any:
+    def _team(self) -> Any:
         """The processes that multiply together: each alone if it has all factors and vectors."""
-        return self.risk.ranks.group if self._is_partitioned else self.domain.group
+        return self.risk.ranks.in_step if self._is_partitioned else self.domain.team
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -618,7 +618,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     def _takes_whole(self) -> bool:
-        return not self.domain.is_sharded
+        return not self.domain.in_parts
 
     _apply = of_structure(StructuredLinearOperator._apply)
 
@@ -648,7 +648,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
         if not damping.use_exact_damping:
             stacks = self._stacks()
             return assemble(stacks, self._factor_sums(), inverses(stacks, damping))
-        with self.structure._raising_together():
+        with self.structure.ranks.raise_on_all_ranks():
             for block in self._made_blocks():
                 is_sum = damping.of_gradients and len(block.terms) > 1
                 if is_sum and block.is_here and not block.operator().can_be_written:

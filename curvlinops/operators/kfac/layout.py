@@ -1,7 +1,6 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 
@@ -144,14 +143,15 @@ def assemble(
         build: Makes a structured operator of one block.
     """
     blocks, space = list(blocks), sums.space
-    ranks = sums.ranks if sums.owners else None
+    ranks = sums.owning_ranks
     if sum(block.layout.size for block in blocks) < space.dim:
         # entries that no layer uses get zero blocks, so that inverses damp them, too
         views = [view for block in blocks for view in block.layout.views]
-        is_here = sums.ranks.rank == 0 or ranks is None
-        blocks += [replace(block, is_here=is_here) for block in _unused_blocks(views, space)]
+        blocks += [
+            replace(block, is_here=ranks.rank == 0) for block in _unused_blocks(views, space)
+        ]
     operators: list[StructuredLinearOperator] = []
-    with nullcontext() if ranks is None else ranks.raise_on_all_ranks():
+    with ranks.raise_on_all_ranks():
         for block in blocks:
             if block.is_here:
                 operators.append(_built(block, build))

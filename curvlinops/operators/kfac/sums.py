@@ -24,8 +24,8 @@ from curvlinops.operators.kfac.blocks import (
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
-from curvlinops.risk.distributed import Ranks
 from curvlinops.structured.layout import ParameterView
+from curvlinops.team.team import ALONE, Team
 
 
 class ChangedError(RuntimeError):
@@ -67,7 +67,7 @@ class FactorSums:
     num_batches: int = 0
     scale: float | None = None
     is_updated: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Team = ALONE
     owners: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -281,6 +281,11 @@ class FactorSums:
             known = [owners[name] for name in group if name in owners]
             owners |= dict.fromkeys(set(group) - owners.keys(), known[0])
         return replace(self, owners=owners)
+
+    @property
+    def owning_ranks(self) -> Team:
+        """The processes each of which has the sums of some parameters."""
+        return self.ranks if self.owners else ALONE
 
     def holders(self, key: Key) -> Sequence[int]:
         """Return the ranks that have a sum."""

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 
 from curvlinops.support.signals import delayed_signals, deliver_signals
-from curvlinops.support.torch_internals import all_gather
+from curvlinops.team.collectives import all_gather
 
 #: The bytes of a message. Longer objects take further messages.
 _MESSAGE = 512
@@ -84,30 +84,6 @@ def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
                 send(Failure(f"{type(error).__name__}: {error}"))
                 _mark_sent(error)
             raise
-
-
-@contextmanager
-def raised_in_all(group: Any) -> Iterator[None]:
-    """Raise an error in all processes of a group if there is one in any.
-
-    Args:
-        group: The processes; ``None`` for a single one.
-
-    Raises:
-        RuntimeError: If there is an error in another process.
-    """
-    if group is None or group.size() == 1:
-        deliver_signals()
-        yield
-        return
-    with sending_errors(partial(gather_objects, group=group)):
-        yield
-        gather_objects(None, group)
-
-
-def largest_group(groups: Iterable[Any]) -> Any:
-    """Return the group with the most processes; ``None`` stands for a process alone."""
-    return max(filter(None, groups), key=lambda group: group.size(), default=None)
 
 
 def listed(values: Iterable[Any], group: Any) -> str:

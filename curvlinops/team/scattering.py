@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.support.torch_internals import has_hooks, wanted_gradients, without_torch_function
+from curvlinops.support.stand_in import stand_in
+from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
 
 class ShardedParameter(NamedTuple):
@@ -32,45 +33,6 @@ class ShardedParameter(NamedTuple):
     name: str
     number: int
     is_summed: bool
-
-
-def stand_in(like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """Return zeros that have no memory, by default of the shape of a tensor."""
-    zero = torch.zeros((), dtype=like.dtype, device=like.device)
-    return zero.expand(like.shape if shape is None else shape)
-
-
-def is_stand_in(x: Tensor) -> bool:
-    """Return whether a tensor has many entries and the memory of one."""
-    return x.numel() > 1 and not any(x.stride())
-
-
-def leaf_of(x: Any) -> Tensor | None:
-    """Return the leaf that stands for a gathered parameter, ``None`` for anything else."""
-    gathered_from = getattr(x, "gathered_from", None)
-    return None if gathered_from is None else gathered_from.leaf
-
-
-def with_history(values: Tensor, source: Tensor) -> Tensor:
-    """Return values through which gradients pass to another tensor of the same shape."""
-    with torch.enable_grad(), without_torch_function():
-        return _WithHistory.apply(values, source)
-
-
-class _WithHistory(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(values: Tensor, source: Tensor) -> Tensor:
-        return values.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, gradient
 
 
 class Gather(torch.autograd.Function):

@@ -5,8 +5,8 @@ other parts of a vector, or to add a gradient to the parts of a sum. Before each
 a *round*, in which each process says what it requests. All of them then serve all requests.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
@@ -16,28 +16,104 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed, nn
 
-from curvlinops.autodiff.parameters import with_attributes
-from curvlinops.autodiff.scattering import Gather, ShardedParameter
-from curvlinops.linear_operator.sharded_space import empty_whole, gather_parts
-from curvlinops.linear_operator.space import Columns
+from curvlinops.support.columns import Columns
 from curvlinops.support.torch_internals import (
-    all_gather,
     distributed_tensors,
     forward_hooks,
     fsdp_policies,
     is_tensor_parallel_hook,
     modules_of,
-    reduce_scatter,
     reshard,
     tensor_tables,
     version_of,
+    with_attributes,
+    without_fsdp_hooks,
     without_torch_function,
 )
+from curvlinops.team.collectives import all_gather, empty_whole, gather_parts, reduce_scatter
+from curvlinops.team.layout import GatheredColumns
+from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
 
 _WHOLE = (
     "Give each process a model with all parameters, with values as by "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
 )
+
+
+class Whole:
+    """The parameters of a model of which each process has all: nothing is gathered.
+
+    ``Shards`` has the same methods for parameters that are sharded, and describes them.
+    """
+
+    is_open = has_added = False
+    params: Mapping[str, Any] = {}
+    products: Mapping[Any, Any] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any parameter is sharded."""
+        return False
+
+    def check_training(self) -> None:
+        """Accept any module."""
+
+    def open(self) -> AbstractContextManager:
+        """Gather nothing."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Wait for nobody."""
+
+    def find(self) -> None:
+        """Look for nothing."""
+
+    def forget(self) -> None:
+        """Free nothing."""
+
+    def is_sharded(self, tensor: Tensor | None) -> bool:
+        """Return ``False``."""
+        return False
+
+    def is_gathered(self, x: Any) -> bool:
+        """Return ``False``."""
+        return False
+
+    def source_of(self, x: Tensor) -> Tensor | None:
+        """Return ``None``."""
+
+    def differentiate(self, params: Mapping[str, Any], dtype: torch.dtype) -> None:
+        """Need not know."""
+
+    def at_columns(self, columns: slice) -> None:
+        """Need not know."""
+
+    def cotangents(self, columns: Columns, dtypes: Mapping[str, torch.dtype]) -> Columns:
+        """Return the columns."""
+        return columns
+
+    def unsummed(self, columns: Columns) -> Columns:
+        """Return the columns."""
+        return columns
+
+    def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the columns."""
+        return columns
+
+    def table(
+        self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """Return ``None``: a module's own table will do."""
+
+    def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
+        """Return none."""
+        return ()
+
+    def saved_by_number(self) -> AbstractContextManager:
+        """Let autograd save tensors."""
+        return nullcontext()
+
+
+WHOLE = Whole()
 
 
 class Kind(IntEnum):
@@ -73,7 +149,7 @@ _NOTHING = Request(Kind.NOTHING)
 _MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-class Shards:
+class Shards(Whole):
     """The parameters of a module that ``fully_shard`` has sharded.
 
     Before each collective there is a *round*, in which each process says what it requests. All take
@@ -95,6 +171,7 @@ class Shards:
         replicas: The processes that have copies of this process's shards; ``None`` if there are
             none.
         params: The sharded parameters that are differentiated, by name.
+        products: Calls that are replaced where a graph is differentiated twice, if there are any.
         is_sharing: Whether processes share vectors and sums, see ``product``.
         has_added: Whether something was added to the present columns of sums.
 
@@ -121,19 +198,15 @@ class Shards:
         self._latest: tuple[int, Tensor] | None = None  # a module may read it several times
         #: The numbers of gathered parameters that are in memory, and their dtypes.
         self._gathered: WeakKeyDictionary[Any, tuple[int, torch.dtype]] = WeakKeyDictionary()
-        self.params: dict[str, Any] = {}
+        self.params, self._names = {}, dict[int, str]()
         self._vectors: Columns = {}
         self._sums: Columns = {}
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
         self.find()
 
-    @classmethod
-    def of(cls, module: nn.Module) -> "Shards | None":
-        """Return those of a module, ``None`` if it has none, see ``find``."""
-        reshard(module)
-        kind = distributed_tensors()
-        sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
-        return cls(module, sharded) if sharded else None
+    def __bool__(self) -> bool:
+        """Return whether any parameter is sharded."""
+        return True
 
     @cached_property
     def members(self) -> Any:
@@ -171,6 +244,19 @@ class Shards:
                 f"{self.size}, with {num_copies} copies. For copies on the other processes, call "
                 "fully_shard with a device mesh of two axes, for replicas and shards."
             )
+
+    def check_training(self) -> None:
+        """Refuse modules that communicate in train mode.
+
+        Raises:
+            ValueError: If there is SyncBatchNorm in train mode.
+        """
+        for name, child in self._module.named_modules():
+            if isinstance(child, nn.SyncBatchNorm) and child.training:
+                raise ValueError(
+                    f"Module '{name}' of a sharded model is SyncBatchNorm in train mode, in which "
+                    "processes communicate. Call model.eval()."
+                )
 
     # --- rounds
 
@@ -325,10 +411,12 @@ class Shards:
     # --- derivatives
 
     def differentiate(self, params: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Say which parameters are differentiated, and the dtype of vectors and sums."""
-        self.params, self.dtype = dict(params), dtype
-        self._order = {name: number for number, name in enumerate(params)}
-        self._names = {id(parameter): name for name, parameter in params.items()}
+        """Say which parameters are differentiated, sharded or not, and the dtype of vectors."""
+        kind = distributed_tensors()
+        self.params, self.dtype = {n: x for n, x in params.items() if isinstance(x, kind)}, dtype
+        self.products = PRODUCTS if self.params else {}
+        self._order = {name: number for number, name in enumerate(self.params)}
+        self._names = {id(parameter): name for name, parameter in self.params.items()}
 
     @contextmanager
     def product(self, vectors: Columns, sums: Columns) -> Iterator[None]:
@@ -359,6 +447,10 @@ class Shards:
             for n, x in columns.items()
         }
 
+    def unsummed(self, columns: Columns) -> Columns:
+        """Return the gradients that were not added to sums."""
+        return {name: x for name, x in columns.items() if name not in self.params}
+
     def vectors(self, name: str) -> Tensor:
         """Return the present columns of the vectors for a parameter, ``[k, *shape]``."""
         parameter = self.params[name]
@@ -366,8 +458,11 @@ class Shards:
             full = self._ask(self._request(Kind.VECTORS, name))
             return full[: len(parameter)].movedim(-1, 0)
 
-    def whole_vectors(self, name: str, part: Tensor) -> Tensor:
-        """Return all columns of the vectors for a parameter, given this process's part."""
+    def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return vectors of which each tensor is gathered when it is read; inside ``product``."""
+        return GatheredColumns(columns, self._whole) if self.params else columns
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
         if name not in self.params:
             return part
         self.at_columns(slice(0, len(part)))
@@ -385,30 +480,39 @@ class Shards:
     # --- evaluations
 
     def table(
-        self, contents: Mapping[str, Tensor | None], leaves: Mapping[int, Tensor]
-    ) -> "GatheringTable":
+        self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
+    ) -> "GatheringTable | None":
         """Return a module's table of parameters, which gathers a sharded one when it is read.
 
         Args:
             contents: The parameters by name.
             leaves: See ``read``.
-        """
-        return GatheringTable(contents, self, leaves)
 
-    def read(self, tensor: Tensor | None, leaves: Mapping[int, Tensor]) -> Tensor | None:
+        Returns:
+            The table; ``None`` if none of them is sharded.
+        """
+        is_any = any(map(self.is_sharded, contents.values()))
+        return GatheringTable(contents, self, leaves) if is_any else None
+
+    def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
+        """Return a module's tables of hooks, and what is left of them without ``fully_shard``."""
+        return [(x, without_fsdp_hooks(x)) for x in filter(None, forward_hooks(module))]
+
+    def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
 
         Args:
             tensor: The parameter, or another tensor.
-            leaves: What stands for some sharded parameters in graphs, by the parameter's id.
+            leaves: What stands for some sharded parameters in graphs, by name.
         """
         number = self._numbers.get(id(tensor))
         if number is None:
             return tensor
-        full, leaf = self.gather(number), leaves.get(id(tensor))
+        full, name = self.gather(number), self._names.get(id(tensor))
+        leaf = None if name is None else leaves.get(name)
         if leaf is None or not leaf.requires_grad:
             return full
-        name, is_summed = self._names[id(tensor)], getattr(leaf, "is_summed", False)
+        is_summed = getattr(leaf, "is_summed", False)
         gathered_from = ShardedParameter(leaf, self, name, number, is_summed)
         with torch.enable_grad(), without_torch_function():
             values = with_attributes(Gather.apply(full, *gathered_from), tensor)
@@ -444,6 +548,10 @@ class Shards:
             return None
         return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
 
+    def is_gathered(self, x: Any) -> bool:
+        """Return whether a tensor is a parameter that is differentiated, and was gathered."""
+        return hasattr(x, "gathered_from")
+
     def source_of(self, x: Tensor) -> Tensor | None:
         """Return the sharded parameter of which a tensor, or its base, was gathered."""
         found = self._found(x)
@@ -461,6 +569,14 @@ class Shards:
         full = self.gather(saved.number)
         with _plain_calls():
             return full.as_strided(saved.shape, saved.strides, saved.offset)
+
+
+def shards_of(module: nn.Module) -> Whole:
+    """Return the sharded parameters of a module, see ``Shards.find``; ``WHOLE`` if it has none."""
+    reshard(module)
+    kind = distributed_tensors()
+    sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
+    return Shards(module, sharded) if sharded else WHOLE
 
 
 class SavedParameter(NamedTuple):
@@ -482,7 +598,7 @@ class GatheringTable(dict):
     """
 
     def __init__(
-        self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[int, Tensor]
+        self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[str, Tensor]
     ):
         super().__init__(contents)
         self._shards, self._leaves = shards, leaves
@@ -563,17 +679,3 @@ def _check_modules(module: nn.Module) -> None:
                     "not supported: the model is evaluated in the dtype of its parameters. Build "
                     "it without mp_policy, perhaps with parameters of that dtype."
                 )
-
-
-def check_training(module: nn.Module) -> None:
-    """Refuse modules of a sharded model that communicate in train mode.
-
-    Raises:
-        ValueError: If there is SyncBatchNorm in train mode.
-    """
-    for name, child in module.named_modules():
-        if isinstance(child, nn.SyncBatchNorm) and child.training:
-            raise ValueError(
-                f"Module '{name}' of a sharded model is SyncBatchNorm in train mode, in which "
-                "processes communicate. Call model.eval()."
-            )

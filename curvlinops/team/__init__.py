@@ -1,0 +1,29 @@
+"""Processes that compute together: the only folder that imports ``torch.distributed``.
+
+A team is a process alone (``Team``), processes with copies of the model (``Ranks``), or with
+shards of it and perhaps copies of these (``ShardedRanks``). All have the same methods, so that
+callers need not ask which it is. What a process has of parameters is ``Whole``, or ``Shards``:
+these gather a parameter when a module reads it, and add its gradient to a sum as soon as it is
+there.
+
+| file | has |
+|---|---|
+| ``team.py`` | the three teams, and ``team_of`` |
+| ``shards.py`` | parameters, and rounds in which processes request what they need of others |
+| ``scattering.py`` | derivatives with respect to gathered parameters |
+| ``layout.py`` | which part of a parameter, and of its vectors, a process has |
+| ``messages.py`` | objects, and errors that are raised in all |
+| ``collectives.py`` | collectives on tensors |
+
+Calls may be nested as follows.
+
+1. A product is ``task``, in it ``summing`` or ``sharing``, in it the pass over the data. There is
+   one ``sharing`` or ``summing`` at a time.
+2. In a pass over the data, processes are not in step: they have other numbers of batches. They call
+   nothing of a team there but ``sending``. With shards, they serve each other's requests until all
+   are done, at the end of the innermost ``raise_on_all_ranks``.
+3. ``raise_on_all_ranks`` and ``task`` may stand in each other where all processes enter them, in
+   the same order. Where that is not known, since a method may run in a pass of its caller, stands
+   ``raise_once``, and ``in_step`` is the process alone.
+4. ``sending`` may stand anywhere: an error is sent once.
+"""

@@ -1,0 +1,515 @@
+"""Processes that compute together.
+
+A product of several processes is a *task*: all say what they are about to do, each passes over its
+own data, and numbers are added up. Between two calls that communicate each process is free in how
+it computes: what it keeps, what it computes again. A process with an error still takes part in the
+next communication, so that no other process hangs.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from curvlinops.support.columns import Columns, flat
+from curvlinops.support.digest import digest
+from curvlinops.support.signals import deliver_signals
+from curvlinops.team.collectives import empty_whole, gather_parts
+from curvlinops.team.messages import gather_objects, listed, sending_errors
+from curvlinops.team.shards import WHOLE, Whole
+
+#: Returns what all processes must agree on, as texts and as checksums, by name.
+Describe = Callable[[], tuple[Mapping[str, Any], Mapping[str, int]]]
+
+
+@dataclass
+class Task:
+    """A pass of all processes over their data.
+
+    Attributes:
+        columns: The first process's vectors.
+        term_size: The length of the outputs' last axis, if all processes must agree on it.
+        totals: Numbers by name: those of this process inside of the context, then their sums.
+    """
+
+    columns: Columns | None = None
+    term_size: int | None = None
+    totals: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Team:
+    """Processes that compute together. This class is a process alone, which has all of the data.
+
+    All processes call the methods that communicate, in the same order. Those of a process alone
+    return what they are given.
+
+    Args:
+        group: The ``torch.distributed.ProcessGroup``, if there is one.
+        shards: The parameters of the model that are sharded, see ``shards_of``.
+
+    Attributes:
+        size: The number of processes.
+        rank: The number of this one.
+    """
+
+    size, rank = 1, 0
+
+    def __init__(self, group: Any = None, shards: Whole = WHOLE):
+        self.group, self.shards = group, shards
+
+    def __deepcopy__(self, memo: dict) -> "Team":
+        return self  # the processes stay the same
+
+    def __getstate__(self) -> dict:
+        if self.group is not None:
+            raise TypeError(
+                "An operator with a process_group cannot be pickled: other processes have parts of "
+                "its data. To save Kronecker factors, use save() or state_dict()."
+            )
+        return vars(self)
+
+    # --- other teams
+
+    @property
+    def peers(self) -> "Team":
+        """The processes that evaluate the model together: all, or those with its shards.
+
+        Copies of shards count, too.
+        """
+        is_alone = self.group is None and bool(self.shards)
+        return team_of(self.shards.members, self.shards) if is_alone else self
+
+    @property
+    def adding(self) -> "Team":
+        """The processes whose products are added up: with sharded vectors, all peers."""
+        return self.peers if self.shards.params else self
+
+    @property
+    def in_step(self) -> "Team":
+        """The processes that do the same at the same time: each is alone while it gathers."""
+        return self
+
+    def number(self, index: int) -> int:
+        """Return the number of this process's batch among those of all, which alternate."""
+        return index * self.size + self.rank
+
+    # --- errors
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Return a context whose errors are sent to the others, which gather objects next."""
+        return nullcontext()
+
+    def raise_on_all_ranks(self, task: Task | None = None) -> AbstractContextManager[None]:
+        """Return a context that raises an error in all processes if there is one in any.
+
+        Sharded parameters can be gathered inside.
+
+        Args:
+            task: If given, the numbers of all processes are added up, and the sizes of terms must
+                agree.
+
+        Raises:
+            ValueError: If they do not.
+            RuntimeError: If there is an error in another process.
+        """
+        deliver_signals()
+        return nullcontext()
+
+    def raise_once(self) -> AbstractContextManager[None]:
+        """Return the same context, unless parameters can be gathered already."""
+        return nullcontext() if self.shards.is_open else self.raise_on_all_ranks()
+
+    # --- passes over data
+
+    def task(
+        self, describe: Describe, columns: Columns | None = None
+    ) -> AbstractContextManager[Task]:
+        """Return a context in which each process passes over its own data.
+
+        Before the pass, all gather checksums of what is compared, after it numbers to add up.
+
+        Args:
+            describe: Returns what must be the same.
+            columns: The vectors that are multiplied.
+
+        Raises:
+            ValueError: If processes do different things, or parameters or vectors differ.
+            RuntimeError: If there is an error in another process.
+        """
+        return nullcontext(Task(columns))
+
+    def sharing(self, vectors: Columns, sums: Columns | None = None) -> AbstractContextManager:
+        """Return a context in which processes share vectors and sums, see ``Shards.product``.
+
+        Afterwards all have passed over their data, or there is an error in all.
+        """
+        return nullcontext()
+
+    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> AbstractContextManager:
+        """Return a context for a pass over data, after which the sums of all are added up.
+
+        Args:
+            vectors: The vectors that are multiplied.
+            rows: This process's sums, or its parts of them, ``[K, dim]``, which are overwritten.
+            space: Their space.
+        """
+        return nullcontext()
+
+    # --- collectives
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the objects of all processes, in the order of ranks.
+
+        Raises:
+            RuntimeError: If there was an error in another process, see ``raise_on_all_ranks``.
+        """
+        return [value]
+
+    def largest(self, number: int) -> int:
+        """Return the largest of a number in each process."""
+        return max(self.gather_objects(number))
+
+    def any(self, answer: Callable[[], bool]) -> bool:
+        """Ask each process; return whether the answer of any is true."""
+        return answer()
+
+    def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
+        """Add all processes' tensors, in place if they are contiguous; return the sum.
+
+        Args:
+            tensor: This process's tensor.
+            to: The rank that gets the sum; others get meaningless numbers. Default: all get it.
+        """
+        return tensor
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Return the largest of each entry of all processes' tensors, in place."""
+        return tensor
+
+    def joined(self, part: Tensor, length: int) -> Tensor:
+        """Return the rows of all processes, one after the other.
+
+        Args:
+            part: This process's rows.
+            length: The number of rows that all have together, in equal parts but for the last.
+        """
+        return part
+
+    def add_all(
+        self,
+        tensors: Mapping[Any, Tensor],
+        device: torch.device,
+        holders: Callable[[Any], Sequence[int]] | None = None,
+    ) -> dict[Any, Tensor]:
+        """Return the sums over processes of tensors by name; a missing tensor counts as zero.
+
+        Args:
+            tensors: The tensors of this process, which are overwritten.
+            device: The device of missing ones.
+            holders: Returns the ranks that get a sum. Default: all do.
+        """
+        return dict(tensors)
+
+    def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+        """Return the tensors of all processes by key; one tensor under several keys stays one."""
+        return dict(tensors)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Return a rank's tensor, written to this rank's, which must be contiguous."""
+        return tensor
+
+    def agreed(self, columns: Columns) -> Columns:
+        """Return the first process's columns.
+
+        Raises:
+            ValueError: If this process's do not agree with them to rounding.
+            RuntimeError: If another process's do not.
+        """
+        return columns
+
+
+#: A process alone.
+ALONE = Team()
+
+
+class Ranks(Team):
+    """Processes each of which has a copy of the model, or whole parameters beside sharded ones."""
+
+    def __init__(self, group: Any, shards: Whole = WHOLE):
+        super().__init__(group, shards)
+        self.size, self.rank = group.size(), group.rank()
+
+    @property
+    def in_step(self) -> Team:
+        """Return a process alone while parameters are gathered."""
+        if self.shards.is_open:
+            return ALONE
+        return team_of(self.group) if self.shards else self
+
+    # --- errors
+
+    def sending(self) -> AbstractContextManager[None]:
+        """Send errors to the others."""
+        return sending_errors(self.gather_objects)
+
+    @contextmanager
+    def raise_on_all_ranks(self, task: Task | None = None) -> Iterator[None]:
+        """Gather errors at the end, and the numbers of a task."""
+        with self.shards.open(), self.sending():
+            yield
+            if task is None:
+                self.gather_objects(None)
+                return
+            own = {name: float(number) for name, number in task.totals.items()}
+            sizes, numbers = zip(*self.gather_objects((task.term_size, own)), strict=True)
+        for name, number in task.totals.items():
+            total = fsum(each.get(name, 0.0) for each in numbers)
+            task.totals[name] = (
+                torch.tensor(total, dtype=torch.float64, device=number.device)
+                if isinstance(number, Tensor)
+                else total
+            )
+        if len({*sizes} - {None}) > 1:
+            raise ValueError(
+                "Outputs have last axes of different lengths, so that their mean is not defined. "
+                f"Use reduction='sum', or data that agree. {listed(sizes, self.group)}"
+            )
+
+    # --- passes over data
+
+    @contextmanager
+    def task(self, describe: Describe, columns: Columns | None = None) -> Iterator[Task]:
+        """Compare what the processes are about to do, and take the first one's vectors."""
+        with self.sending():
+            description, checksums = describe()
+            current = Task(self._agreed(description, checksums, columns))
+            with self.raise_on_all_ranks(current):
+                yield current
+
+    @contextmanager
+    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+        """Wait for the others in the sum, even if there was an error in one.
+
+        What is raised in all after that includes signals that came while they waited.
+        """
+        try:
+            yield
+        finally:
+            self.add(rows)
+
+    def _agreed(
+        self,
+        description: Mapping[str, Any],
+        checksums: Mapping[str, int],
+        columns: Columns | None,
+    ) -> Columns | None:
+        """Return the first process's vectors, if all do the same, with the same parameters."""
+        texts = {key: repr(value) for key, value in description.items()}
+        compared = blake2b(repr((texts, checksums)).encode(), digest_size=16).digest()
+        number = digest(_joined(columns)) if columns else None
+        all_compared, numbers = zip(*self.gather_objects((compared, number)), strict=True)
+        if len({*all_compared}) == 1:
+            are_same = all(number == numbers[0] for number in numbers)
+            return columns if are_same else self._first_of(columns, self.group)
+        all_texts, all_checksums = zip(*self.gather_objects((texts, checksums)), strict=True)
+        for key in _different(all_texts):
+            raise ValueError(
+                f"All ranks must do the same, but they differ in {key}. "
+                f"{listed((each.get(key) for each in all_texts), self.group)}"
+            )
+        if names := _different(all_checksums):
+            raise ValueError(
+                f"Ranks have different values of {', '.join(names)}. Give all the same, e.g. with "
+                "torch.distributed.broadcast, or as DistributedDataParallel does."
+            )
+        raise AssertionError("Ranks differ in nothing. Report this as a bug.")
+
+    # --- collectives
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Serve requests until all are here, then gather."""
+        self.shards.settle()
+        return gather_objects(value, self.group)
+
+    def any(self, answer: Callable[[], bool]) -> bool:
+        """Gather the answers, or an error."""
+        with self.sending():
+            return any(self.gather_objects(answer()))
+
+    def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
+        """Add up tensors."""
+        self.shards.settle()
+        tensor = tensor.contiguous()
+        if to is None:
+            distributed.all_reduce(tensor, group=self.group)
+        else:
+            distributed.reduce(tensor, group=self.group, group_dst=to)
+        return tensor
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Compare tensors."""
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def joined(self, part: Tensor, length: int) -> Tensor:
+        """Gather rows."""
+        return gather_parts(empty_whole(part, length, self.group), part, self.group)[:length]
+
+    def add_all(
+        self,
+        tensors: Mapping[Any, Tensor],
+        device: torch.device,
+        holders: Callable[[Any], Sequence[int]] | None = None,
+    ) -> dict[Any, Tensor]:
+        """Agree on the tensors, and add them one by one."""
+        kinds: dict[Any, tuple] = {}
+        for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
+            kinds = other | kinds
+        with self.raise_on_all_ranks():
+            parts = {
+                key: torch.zeros(shape, dtype=dtype, device=device)
+                if (tensor := tensors.get(key)) is None
+                else tensor.contiguous()
+                for key, (shape, dtype) in kinds.items()
+            }
+        sums = {}
+        for key, part in parts.items():
+            ranks = range(self.size) if holders is None else holders(key)
+            total = self.add(part, to=ranks[0] if len(ranks) == 1 else None)
+            if self.rank in ranks:
+                sums[key] = total
+        return sums
+
+    def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
+        """Send each tensor once, whatever keys it has."""
+        memory = {key: (x.data_ptr(), x.shape, x.stride(), x.dtype) for key, x in tensors.items()}
+        distinct = {memory[key]: x for key, x in tensors.items()}
+        place = {where: i for i, where in enumerate(distinct)}
+        own = [(x.shape, x.dtype) for x in distinct.values()]
+        places = {key: place[where] for key, where in memory.items()}
+        kinds, keys = zip(*self.gather_objects((own, places)), strict=True)
+        with self.raise_on_all_ranks():
+            parts = [
+                [x.contiguous() for x in distinct.values()]
+                if rank == self.rank
+                else [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in of_rank]
+                for rank, of_rank in enumerate(kinds)
+            ]
+        for rank, of_rank in enumerate(parts):
+            for part in of_rank:
+                self.broadcast(part, rank)
+        return {key: parts[rank][i] for rank, x in enumerate(keys) for key, i in x.items()}
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Send a tensor."""
+        self.shards.settle()
+        distributed.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def agreed(self, columns: Columns) -> Columns:
+        """Compare vectors."""
+        numbers = self.gather_objects(digest(_joined(columns)))
+        are_same = all(number == numbers[0] for number in numbers)
+        return columns if are_same else self._first_of(columns, self.group)
+
+    def _first_of(self, columns: Columns, group: Any) -> Columns:
+        """Return the columns of the first one of a group of some processes, see ``agreed``.
+
+        All processes call it, each with its group.
+        """
+        first = (own := _joined(columns)).clone()
+        self.shards.settle()
+        distributed.broadcast(first, group=group, group_src=0)
+        difference, size = (
+            torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
+        )
+        with self.raise_on_all_ranks():
+            if not bool((difference <= torch.finfo(own.dtype).eps ** 0.5 * size).all()):
+                raise ValueError(
+                    "The vectors are not those of the first rank, which all multiply. Give solvers "
+                    "and estimators the same start on all ranks, by v0, seed or rng."
+                )
+        parts = first.split([flat(column).shape[1] for column in columns.values()], 1)
+        return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
+
+
+class ShardedRanks(Ranks):
+    """Processes that have parts of the parameters, and of vectors; perhaps with copies of both."""
+
+    def _agreed(
+        self,
+        description: Mapping[str, Any],
+        checksums: Mapping[str, int],
+        columns: Columns | None,
+    ) -> Columns | None:
+        """Compare the numbers of vectors, and of whole parameters and copies also their values."""
+        if not columns:
+            return super()._agreed(description, checksums, columns)
+        number = len(next(iter(columns.values())))
+        common = {n: x for n, x in columns.items() if n not in self.shards.params}
+        parts = {n: x for n, x in columns.items() if n in self.shards.params}
+        common = super()._agreed({**description, "number of vectors": number}, checksums, common)
+        if parts and self.shards.replicas is not None:
+            parts = self._first_of(parts, self.shards.replicas)
+        return parts | common
+
+    @contextmanager
+    def sharing(self, vectors: Columns, sums: Columns | None = None) -> Iterator[None]:
+        """Let processes share vectors and sums."""
+        with self.shards.product(vectors, sums or {}), self.raise_on_all_ranks():
+            yield
+
+    @contextmanager
+    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+        """Share vectors and sums, then add up copies, and sums for whole parameters."""
+        with self.sharing(vectors, space.split_rows(rows)):
+            yield
+        replicas = team_of(self.shards.replicas)
+        for name in space.names:
+            part = rows[:, space.slice(name)]
+            team = replicas if name in self.shards.params else self
+            part.copy_(team.add(part.contiguous()))
+
+
+def team_of(group: Any, shards: Whole = WHOLE) -> Team:
+    """Return the processes of a group.
+
+    Args:
+        group: A ``torch.distributed.ProcessGroup``; ``None`` for a process alone.
+        shards: The parameters of the model that are sharded, see ``shards_of``.
+
+    Raises:
+        TypeError: If ``group`` is not a process group, or this process does not belong to it.
+    """
+    is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
+    if group is not None and not is_group:
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup to which this process "
+            f"belongs, such as torch.distributed.group.WORLD, got {group!r}."
+        )
+    if group is not None and shards.params:
+        return ShardedRanks(group, shards)
+    is_alone = group is None or group.size() == 1
+    return Team(group, shards) if is_alone else Ranks(group, shards)
+
+
+def largest(teams: Iterable[Team]) -> Team:
+    """Return the team with the most processes."""
+    return max(teams, key=lambda team: team.size, default=ALONE)
+
+
+def _joined(columns: Columns) -> Tensor:
+    return torch.cat([flat(column) for column in columns.values()], 1)
+
+
+def _different(reports: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys under which ranks have different values."""
+    reports = list(reports)
+    keys = dict.fromkeys(key for report in reports for key in report)
+    return [key for key in keys if len({report.get(key) for report in reports}) > 1]

@@ -1,0 +1,65 @@
+"""A process alone has the methods that several processes have, and each returns its argument."""
+
+import inspect
+import pickle
+from copy import deepcopy
+
+import pytest
+import torch
+
+from curvlinops.team.shards import WHOLE, Shards, Whole
+from curvlinops.team.team import ALONE, Ranks, ShardedRanks, Team, largest, team_of
+
+
+@pytest.mark.parametrize(("one", "many"), [(Team, Ranks), (Ranks, ShardedRanks), (Whole, Shards)])
+def test_interface(one: type, many: type):
+    """Whoever calls a method need not ask which class it is of."""
+    for name, method in vars(one).items():
+        if not name.startswith("_") and inspect.isfunction(method):
+            ours, theirs = (inspect.signature(getattr(x, name)) for x in (one, many))
+            assert list(ours.parameters.values()) == list(theirs.parameters.values()), name
+
+
+def test_alone_returns_arguments():
+    x, columns = torch.ones(2), {"a": torch.ones(1, 2)}
+    for same in (ALONE.add(x), ALONE.maximum(x), ALONE.joined(x, 2), ALONE.broadcast(x, 0)):
+        assert same is x
+    assert ALONE.agreed(columns) is columns
+    assert ALONE.gather_objects("a") == ["a"]
+    assert ALONE.largest(3) == 3
+    assert [ALONE.any(lambda answer=answer: answer) for answer in (False, True)] == [False, True]
+    assert ALONE.add_all(columns, x.device) == ALONE.exchange(columns, x.device) == columns
+    assert ALONE.peers is ALONE.adding is ALONE.in_step is ALONE
+    assert (ALONE.size, ALONE.rank, ALONE.number(7)) == (1, 0, 7)
+
+
+def test_alone_asks_nobody():
+    """Contexts do nothing, and a task has its numbers; what is compared is not computed."""
+    with (
+        ALONE.task(lambda: 1 / 0, {"a": 1}) as task,
+        ALONE.summing({}, None, None),
+        ALONE.sharing({}),
+        ALONE.sending(),
+        ALONE.raise_on_all_ranks(task),
+        ALONE.raise_once(),
+    ):
+        task.totals["weight"] += 2.0
+    assert task.columns == {"a": 1}
+    assert task.totals["weight"] == 2.0
+    with pytest.raises(KeyError), ALONE.raise_on_all_ranks():
+        raise KeyError
+
+
+def test_teams():
+    assert type(team_of(None)) is Team
+    assert largest([]) is ALONE
+    two = Team()
+    two.size = 2
+    assert largest([ALONE, two, team_of(None)]) is two
+    assert deepcopy(two) is two
+    assert pickle.loads(pickle.dumps(ALONE)).size == 1
+    assert not pickle.loads(pickle.dumps(WHOLE))
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(Team("a group"))
+    with pytest.raises(TypeError, match="process_group must be"):
+        team_of("a group")
