@@ -7,7 +7,6 @@ EKFAC in place of the exact Gauss-Newton matrix :math:`G` they are cheap, but no
 off they are. Products with :math:`G` are exact. A few of them enclose each score in an interval.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -23,8 +22,6 @@ from curvlinops import (
     quadratic_form,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -36,7 +33,7 @@ start = time.perf_counter()
 
 images, labels = load_digits(return_X_y=True)
 X, y = torch.tensor(images / 16.0), torch.tensor(labels)
-num_data = 100 if FAST else 300
+num_data = 300
 train, test = (X[:num_data], y[:num_data]), (X[1000:1001], y[1000:1001])
 
 model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()

@@ -14,7 +14,6 @@ on a convolutional network and on a transformer for handwritten digits:
 These are different questions, and they have different answers.
 """
 
-import os
 from itertools import product
 
 import matplotlib.pyplot as plt
@@ -25,8 +24,6 @@ from torch import nn
 
 import curvlinops as cl
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 
 # %%
@@ -38,7 +35,7 @@ torch.manual_seed(0)
 images, labels = load_digits(return_X_y=True)
 X = torch.tensor(images / 16.0).reshape(-1, 1, 8, 8)
 y = torch.tensor(labels)
-train, test = slice(0, 200 if FAST else 1000), slice(-20, None)
+train, test = slice(0, 500), slice(-20, None)
 
 
 class Transformer(nn.Module):
@@ -74,7 +71,7 @@ data = [(X[train], y[train])]
 for name, model in models.items():
     model.double()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(3 if FAST else 20):
+    for _ in range(30):
         for idx in torch.randperm(len(X[train])).split(64):
             optimizer.zero_grad()
             loss_func(model(X[idx]), y[idx]).backward()

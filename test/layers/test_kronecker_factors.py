@@ -19,6 +19,7 @@ from curvlinops.layers.gradients import Entries
 from curvlinops.layers.inputs import Patches
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Window
+from curvlinops.operators.kfac.blocks import MOMENT
 from curvlinops.operators.kfac.eigenbasis import Basis
 
 VECTORS, SAMPLES = 2, 3
@@ -199,8 +200,8 @@ def test_squares_in_a_basis(name: str, bias: bool, standard: str):
     expected = torch.einsum("vnsgo,nsgi->vngoi", g, x)
     expected = expected if outputs is None else outputs.mT @ expected
     expected = expected if inputs is None else expected @ inputs
-    found = Basis(shape, outputs, inputs, bias).second_moment(gradients)
-    close(found, expected.square().sum((0, 1)))
+    found = Basis(shape, outputs, inputs, bias).of_gradients(gradients)
+    close(found[MOMENT], expected.square().sum((0, 1)))
 
 
 def test_the_basis_of_a_transposed_use():
@@ -212,4 +213,5 @@ def test_the_basis_of_a_transposed_use():
     outputs, inputs = orthogonal(1, 3), orthogonal(1, 3)
     basis = Basis(KroneckerShape(1, 3, 3, view), outputs, inputs, False)
     rows = torch.einsum("vnsgo,nsgi->vngio", g, x)
-    close(basis.second_moment([gradient]), (outputs.mT @ rows @ inputs).square().sum((0, 1)))
+    found = basis.of_gradients([gradient])[MOMENT]
+    close(found, (outputs.mT @ rows @ inputs).square().sum((0, 1)))
