@@ -1,5 +1,6 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,13 +14,14 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.sample_rows import (
     add_transposed,
     by_sample,
+    count_samples,
     graph_or_rows,
     multiply,
     num_rows,
     rows_of,
 )
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import evaluate, gauss_newton
+from curvlinops.risk.derivatives import gauss_newton
 from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
@@ -53,7 +55,7 @@ class EFLinearOperator(DataLinearOperator):
     def __post_init__(self) -> None:
         """Check the option, too."""
         check_choice("terms", self.terms, ("term", "sample"))
-        self._counted: set[int] = set()
+        self._counted = set[Hashable]()
         super().__post_init__()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
@@ -86,11 +88,8 @@ class EFLinearOperator(DataLinearOperator):
         return Linear(apply, tuple(rows.values()))
 
     def _from_graph(self, problem: BatchProblem, single: bool) -> Linear:
-        if self.terms == "sample" and problem.batch.index not in self._counted:
-            # parts of the batch may tell the number of samples, but not inside of the pass
-            with preserved_rng():
-                problem.samples_of(evaluate(problem))
-            self._counted.add(problem.batch.index)
+        if self.terms == "sample":
+            count_samples(problem, self._counted)
 
         def curvature(output: Tensor) -> tuple[Linear, Tensor]:
             weight, gradient = problem.weight(output), self._gradient(problem, output)

@@ -1,6 +1,6 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from curvlinops.operators.sample_rows import (
     SampleRows,
     add_transposed,
     by_sample,
+    count_samples,
     graph_or_rows,
     loss_gradient,
     multiply,
@@ -39,6 +40,7 @@ from curvlinops.operators.sample_rows import (
     products_by_position,
     rows_of,
     shape_of,
+    shapes_of,
 )
 from curvlinops.operators.scores import LowRankColumns, ScoreTable
 from curvlinops.risk.batch_problem import BatchProblem
@@ -104,16 +106,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     @together
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
-        self._shapes: list[list[torch.Size]] = []  # of each batch's tensors
+        self._shapes: list[tuple[torch.Size, ...]] = []  # of each batch's tensors
         self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
         self._all = self._rows()
+        self._counted = set[Hashable](self._shapes)
         rows = self._all if self.subsampling is None else self._select(self.subsampling)
         return self.risk.space, rows, False
 
     # --- subsampling
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
-        self._shapes.append(_shapes(problem))
+        self._shapes.append(shapes_of(problem))
         return super()._rows_shape(problem, output)
 
     def _select(self, subsampling: Iterable[int] | Tensor) -> ParameterSpace:
@@ -150,7 +153,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """
         for problem in batches:
             index = problem.batch.index
-            if index >= len(self._shapes) or self._shapes[index] != _shapes(problem):
+            if index >= len(self._shapes) or self._shapes[index] != shapes_of(problem):
                 raise RuntimeError(
                     f"Batch {index} of the data has other shapes than at construction. With "
                     "subsampling=, batches must keep their lengths, and so must those of sharded "
@@ -220,6 +223,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return _adding(lambda V: products(rows, V).T, (), rows.num_rows)  # it is used once
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
+        if self.terms == "sample":
+            count_samples(problem, self._counted)
+
         def from_rows() -> Linear:
             batch_rows = self._rows_of(problem)
             rows = batch_rows.written(self.domain)
@@ -519,7 +525,3 @@ def _moments(gradient: PerSampleGradient) -> Tensor:
     """Return the sums of all gradients, and of their squares, in float64, ``[2, *shape]``."""
     gradient = gradient.to(torch.float64)
     return torch.stack([gradient.sum_over_samples().sum(0), gradient.sum_of_squares()])
-
-
-def _shapes(problem: BatchProblem) -> list[torch.Size]:
-    return [tensor.shape for tensor in leaves((problem.batch.X, problem.batch.y))]

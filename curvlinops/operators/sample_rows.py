@@ -1,6 +1,6 @@
 """The rows of a batch: gradients of the losses of its samples, or of its terms."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,10 @@ from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.losses.base import DependentLossError
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.derivatives import evaluate
 from curvlinops.support.norms import wide
+from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import preserved_rng
 
 _NO_POSITIONS = (
     "Scores by position need layers that see each position of the sequences once: leave the others "
@@ -183,6 +186,24 @@ def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
 
 
 # --- samples, terms, and the loss
+
+
+def shapes_of(problem: BatchProblem) -> tuple[torch.Size, ...]:
+    """Return the shapes of a batch's tensors."""
+    return tuple(tensor.shape for tensor in leaves((problem.batch.X, problem.batch.y)))
+
+
+def count_samples(problem: BatchProblem, counted: set[Hashable]) -> None:
+    """Find out to which samples the rows of the output belong, unless such a batch was counted.
+
+    Parts of the batch may have to be evaluated for that, which is impossible inside of a pass.
+    """
+    # all processes that have parts of a model evaluate it together, whatever shapes they have
+    batch = shapes_of(problem) if problem.shards is None else problem.batch.index
+    if batch not in counted:
+        with preserved_rng():
+            problem.samples_of(evaluate(problem))
+        counted.add(batch)
 
 
 def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tensor]:

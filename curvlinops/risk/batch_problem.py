@@ -325,7 +325,8 @@ class BatchProblem:
     def check_target(self, output: Tensor, with_values: bool = False) -> None:
         """Check that output and target fit, and perhaps that the loss adds up (costly).
 
-        That need not be so where one batch is all data, until there is a second one.
+        That need not be so where one batch is all data, until there is a second one. A single row
+        does not show it.
         """
         if self.loss is None:
             return
@@ -333,10 +334,11 @@ class BatchProblem:
             self.loss.check(output, self.batch.y)
             self._risk.data.check_rows(self.batch, len(output))
             facts, is_all = self._risk.facts, self._risk.is_all_data(self.batch)
-            is_late = facts.is_evaluated and not facts.adds_up and not is_all
+            shows_sum = len(output) > 1 and not is_all
+            is_late = facts.is_evaluated and not facts.adds_up and shows_sum
             if with_values or is_late:
                 self.loss.check_values(output, self.batch.y, is_all)
-                facts.adds_up = not is_all
+                facts.adds_up = facts.adds_up or shows_sum
         except ValueError as error:
             raise ValueError(f"Batch {self.batch.index}: {error}") from error
 

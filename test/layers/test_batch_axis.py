@@ -25,6 +25,7 @@ pytestmark = pytest.mark.extensive
 
 SEEDS = 3
 SUM = nn.MSELoss(reduction="sum")
+TERMS = {"terms": "sample"}
 
 
 @pytest.fixture(autouse=True)
@@ -502,21 +503,26 @@ def test_rows_of_one_sample_do_not_tell_those_of_others():
         PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
 
 
+def rows_of_sequences(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the gradients of sequences, of which the model returns a row for each token."""
+    params = list(model.parameters())
+    rows = [
+        torch.autograd.grad(SUM(model(X[n : n + 1]), y), params)
+        for X, target in data
+        for n, y in enumerate(target.split(X.shape[1]))
+    ]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
 @pytest.mark.parametrize("sizes", [(1, 3), (1, 1), (3, 1)], ids=str)
 def test_tokens_of_one_sample(sizes: tuple[int, ...]):
     """Batches of one sequence, whose model returns a row for each token, also after an error."""
     model, loss = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Flatten(0, 1)).double(), SUM
     data = [(torch.randn(n, 4, 4).double(), torch.randn(4 * n, 3).double()) for n in sizes]
-    params = list(model.parameters())
-    rows = [
-        torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(X[n : n + 1]), y), params)])
-        for X, target in data
-        for n, y in enumerate(target.split(4))
-    ]
-    G = torch.stack(rows)
+    params, G = list(model.parameters()), rows_of_sequences(model, data)
     for kind, options, expected in [
         (PerSampleGradientLinearOperator, {}, G),
-        (EFLinearOperator, {"terms": "sample"}, G.T @ G),
+        (EFLinearOperator, TERMS, G.T @ G),
     ]:
         A, V = kind(model, loss, params, data, **options), torch.eye(G.shape[1]).double()
         assert error(A @ V, expected) <= 1e-12
@@ -525,6 +531,26 @@ def test_tokens_of_one_sample(sizes: tuple[int, ...]):
         with pytest.raises(ValueError, match="(?i)nan"):
             A @ V
         nn.init.zeros_(model[0].weight).data.add_(before)
+        assert error(A @ V, expected) <= 1e-12
+
+
+def test_tokens_of_longer_sequences_than_before():
+    """A list that is filled anew, first with sequences of length one: a row for each sample."""
+    model, data = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0, 1)).double(), []
+
+    def fill(length: int) -> None:
+        X, y = torch.randn(3, length, 4).double(), torch.randn(3 * length, 3).double()
+        data[:] = [(X, y)]
+
+    for kind, options in [(PerSampleGradientLinearOperator, {}), (EFLinearOperator, TERMS)]:
+        fill(1)
+        A = kind(model, SUM, list(model.parameters()), data, **options)
+        V = torch.randn(A.shape[1], 2).double()
+        A @ V
+        fill(4)
+        G = rows_of_sequences(model, data)
+        expected = (G if kind is PerSampleGradientLinearOperator else G.T @ G) @ V
+        assert error(A @ V[:, 0], expected[:, 0]) <= 1e-12
         assert error(A @ V, expected) <= 1e-12
 
 

@@ -97,6 +97,37 @@ def test_a_second_batch_comes_later():
 
 
 EMPIRICAL = partial(KFACLinearOperator, fisher_type="empirical")
+
+
+def squared_sum(output: Tensor, target: Tensor) -> Tensor:
+    """The sum over samples, not their mean."""
+    return output.square().sum()
+
+
+def spread(output: Tensor, target: Tensor) -> Tensor:
+    """The variance over the batch, which is zero for one sample."""
+    return (output - output.mean(0)).square().mean()
+
+
+@pytest.mark.parametrize("loss", [spread, squared_sum])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        HessianLinearOperator,
+        GGNLinearOperator,
+        EFLinearOperator,
+        PerSampleGradientLinearOperator,
+        EMPIRICAL,
+    ],
+)
+def test_a_batch_of_one_sample_does_not_show_a_sum(kind: Callable, loss: Callable):
+    data = [(X[:1], Y[:1]), (X[1:], Y[1:])]
+    A = kind(MODEL, loss, PARAMS, data, reduction="mean")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"Batch 1: {loss.__name__} is not the mean"):
+            A @ V
+
+
 NO_SUM, UNKNOWN = "is not the mean of its samples' losses", "is not known as"
 OF_SAMPLES: list[tuple[Callable, type[Exception], str]] = [
     (EFLinearOperator, ValueError, NO_SUM),
