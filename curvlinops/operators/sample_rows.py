@@ -199,7 +199,7 @@ def count_samples(problem: BatchProblem, counted: set[Hashable]) -> None:
     Parts of the batch may have to be evaluated for that, which is impossible inside of a pass.
     """
     # all processes that have parts of a model evaluate it together, whatever shapes they have
-    batch = shapes_of(problem) if problem.shards is None else problem.batch.index
+    batch = problem.batch.index if problem.model.shards else shapes_of(problem)
     if batch not in counted:
         with preserved_rng():
             problem.samples_of(evaluate(problem))
