@@ -43,7 +43,7 @@ $(BIN)/python:
 # The constraints hold for every install, so that no extra ever moves torch.
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing the package with its extra '$*' into $(VENV): minutes at the first time"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@
 
 demo: $(VENV)/.stamp-test

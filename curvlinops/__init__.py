@@ -147,7 +147,9 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers know that other names are missing
 
     def __getattr__(name: str) -> Any:
-        """Refuse the names of curvlinops-for-pytorch by what to write instead."""
+        """Refuse other names by what to write instead, such as those of curvlinops-for-pytorch."""
         if name in FORMER:  # ``from curvlinops import name`` would hide an AttributeError
             raise ImportError(explain(name), name=name)
-        raise AttributeError(f"module 'curvlinops' has no attribute '{name}'", name=name)
+        near = [other for other in __all__ if name.lower() in other.lower()]
+        hint = f". There are: {', '.join(near)}" if near else ""
+        raise AttributeError(f"module 'curvlinops' has no attribute '{name}'{hint}", name=name)

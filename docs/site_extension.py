@@ -1,4 +1,4 @@
-"""Sphinx extension: operators with all of their arguments, and the order of the gallery."""
+"""Sphinx extension: operators with all arguments, the gallery's order, links to its pages."""
 
 import inspect
 import re
@@ -102,8 +102,16 @@ def inherit_entries(app: Any, what: str, name: str, obj: Any, _: Any, lines: lis
     lines[:] = [line for header, more in own.items() for line in ("", header, *more)]
 
 
+def link_gallery(app: Any, page: str, source: list[str]) -> None:
+    """Replace links to the examples' files, which work in the repository, by links to the site."""
+    examples = r"\(\.\./docs_src/examples/"
+    source[0] = re.sub(rf"{examples}(plot_\w+)\.py\)", r"(gallery-generated/\1)", source[0])
+    source[0] = re.sub(rf"{examples}README\.rst\)", "(gallery-generated/index)", source[0])
+
+
 def setup(app: Any) -> None:
     """Connect the functions of this file."""
+    app.connect("source-read", link_gallery)
     app.connect("autodoc-process-signature", signature)
     # napoleon reads docstrings at the priority 500
     app.connect("autodoc-process-docstring", inherit_entries, priority=400)

@@ -138,6 +138,12 @@ def eigsh(
     matrix = Matrix(A, square=True)
     k = _count_pairs(k, matrix)
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
+    if which == "SM":
+        raise ValueError(
+            "which='SM', the eigenvalues nearest to zero, is not supported: it takes solves. "
+            "which='SA' finds the smallest ones, which are those of a positive semidefinite matrix "
+            "such as the GGN."
+        )
     check_choice("which", which, ("LM", "LA", "SA", "BE"))
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")

@@ -98,7 +98,7 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
     Returns:
         ``(model_func, loss_func, params, data)``. ``model_func`` is a module that returns logits
         with classes on axis 1. ``params`` has the parameters that require gradients, such as
-        adapters, by their names with ``"model."`` in front. ``data`` streams the loader as pairs;
+        adapters, by their own names. ``data`` streams the loader as pairs;
         it has the loader's length, if there is one. X is the batch without its labels. Models of
         sequence to sequence make their decoder's input from the labels, so that X has them, too.
 
@@ -138,7 +138,22 @@ class Logits(nn.Module):
 
     def __init__(self, model: nn.Module, task: str, options: Mapping[str, Any]):
         super().__init__()
-        self.model, self.task, self.options = model, task, options
+        self.wrapped, self.task, self.options = model, task, options
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True):
+        """Yield the modules by the model's own names, so that parameters have these, too.
+
+        This module and the model have the empty name.
+        """
+        yield prefix, self
+        yield from self.wrapped.named_modules(memo, prefix, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, so that its modules are found by their names."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
 
     def forward(self, X: Mapping[str, Any]) -> Tensor:
         """Return the logits ``[N, C]``, or those of all positions ``[N, C, T]``."""
@@ -146,7 +161,7 @@ class Logits(nn.Module):
 
     def call(self, X: Mapping[str, Any]) -> Any:
         """Return the model's own output."""
-        return self.model(**X, **self.options)
+        return self.wrapped(**X, **self.options)
 
     def attention_masks(self, X: Mapping[str, Any]) -> list[Tensor]:
         """Return the masks ``[N, T]`` of the sequences in a batch, zero at padding.
@@ -166,7 +181,7 @@ class Logits(nn.Module):
         """
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
-            name = type(self.model).__name__
+            name = type(self.wrapped).__name__
             raise TypeError(
                 f"{name} returned a {type(output).__name__} without logits. If it is a tuple, set "
                 f"{name}.config.return_dict = True. Otherwise {_WRAPPER}"

@@ -106,7 +106,8 @@ def loss_along(
 
 def _read_steps(steps: Iterable[float] | Tensor | np.ndarray) -> Tensor:
     """Return the steps, ``[S]``."""
-    values = steps if isinstance(steps, Tensor | np.ndarray) else list(steps)
+    is_list = isinstance(steps, Iterable) and not isinstance(steps, Tensor | np.ndarray)
+    values = list(steps) if is_list else steps
     grid = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
     if grid.ndim != 1 or not len(grid) or not bool(grid.isfinite().all()):
         raise ValueError(

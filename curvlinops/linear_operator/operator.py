@@ -107,8 +107,32 @@ _OF_STRUCTURE = {
     "solve": _SOLVE,
 }
 
+#: Functions of operators that are no methods.
+_FUNCTIONS = (
+    "bilinear_form",
+    "by_layer",
+    "dottest",
+    "eigsh",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "lanczos_logdet",
+    "loss_along",
+    "quadratic_form",
+    "trace_function",
+    "xdiag",
+    "xnystrace",
+    "xtrace",
+)
+
 #: Attributes that people look for, and what to write instead.
 _REMEDIES = {
+    **{name: f"It is a function: curvlinops.{name}(A, ...)." for name in _FUNCTIONS},
+    **dict.fromkeys(("spectrum", "density"), "Call lanczos_approximate_spectrum(A, ncv)."),
+    **dict.fromkeys(("hvp", "vhp", "mvp"), "Write A @ x."),
     **{
         name: f"Only operators with structure have it, such as KFACLinearOperator. {remedy}"
         for name, remedy in _OF_STRUCTURE.items()

@@ -28,8 +28,11 @@ FromColumns = Callable[[Columns, ParameterSpace], Any]
 def is_native(x: Any) -> bool:
     """Return whether a product with ``x`` is computed without scipy's conversions."""
     if isinstance(x, LISTS):
-        shapes = {value.shape for value in x if isinstance(value, np.ndarray)}
-        # arrays of one shape are the rows of an array
+        arrays = [value for value in x if isinstance(value, (np.ndarray, *LISTS))]
+        shapes = {
+            value.shape if isinstance(value, np.ndarray) else (len(value),) for value in arrays
+        }
+        # arrays and lists of one shape are the rows of an array
         are_rows = len(shapes) <= 1 and all(len(shape) <= 1 for shape in shapes)
         return not are_rows or any(value is None or isinstance(value, Tensor) for value in x)
     return type(x) is np.ndarray or isinstance(x, (Tensor, MAPPINGS, Iterator, _REFUSED))

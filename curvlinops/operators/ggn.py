@@ -9,6 +9,7 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.vectors import check_sampling, sampled_gradients
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import gauss_newton, hessian
+from curvlinops.support.rng import DEFAULT_SEED
 from curvlinops.support.warnings import warn
 
 
@@ -32,7 +33,7 @@ class GGNLinearOperator(DataLinearOperator):
     """
 
     mc_samples: int = 0
-    seed: int = 2147483647
+    seed: int = DEFAULT_SEED
 
     #: The smallest number of samples.
     _fewest_samples = 0

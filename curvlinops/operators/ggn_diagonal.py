@@ -21,6 +21,7 @@ from curvlinops.operators.with_structure import StructuredDataLinearOperator, of
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator
+from curvlinops.support.rng import DEFAULT_SEED
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -51,7 +52,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     """
 
     mc_samples: int = 0
-    seed: int = 2147483647
+    seed: int = DEFAULT_SEED
 
     _per_sample = True
 

@@ -32,8 +32,19 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return a device with its number: ``"cuda"`` becomes ``cuda:0``."""
-    return torch.empty(0, device=device).device
+    """Return a device with its number: ``"cuda"`` becomes ``cuda:0``.
+
+    Raises:
+        ValueError: If PyTorch cannot use it here.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        kind = torch.accelerator.current_accelerator()
+        others = [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
+        raise ValueError(
+            f"Device {device!r} cannot be used here. There are {['cpu', *others]}."
+        ) from error
 
 
 def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = None) -> int:

@@ -10,6 +10,9 @@ import torch
 from curvlinops.support.arguments import check_count
 from curvlinops.support.devices import generators
 
+#: The seed of sampled labels where none is given, so that they are the same in each pass.
+DEFAULT_SEED = 2**31 - 1
+
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
     """Return a generator for a device, seeded by non-negative integers.

@@ -429,7 +429,7 @@ def test_without_convergence():
     [
         ({"k": 0}, "k must be"),
         ({"k": matrices.LARGE_DIM + 1}, r"k must be .*torch.linalg.eigh\(A.to_dense\(\)\)"),
-        ({"which": "SM"}, "which must be"),
+        ({"which": "ZZ"}, "which must be"),
         ({"tol": -1.0}, "tol must be"),
         ({"tol": float("nan")}, "tol must be"),
         ({"maxiter": -1}, "maxiter must be"),

@@ -106,6 +106,22 @@ def test_pages_name_what_exists(page: str):
             assert name.rpartition(".")[2] in source, name
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings in the repository and on the site."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    words = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {text.replace(" ", "-") for text in words if text == text.strip()}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_links_work_in_the_repository(page: Path):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 def test_everything_public_is_on_an_api_page():
     text = "".join(page.read_text() for page in (ROOT / "docs").glob("api_*.md"))
     documented = re.findall(r"auto(?:class|function):: curvlinops\.(\w+)$", text, re.MULTILINE)

@@ -1,6 +1,7 @@
 """Problems of Hugging Face's models have the models' own losses, and plain autograd's matrices."""
 
 import ast
+import copy
 import inspect
 import random
 import warnings
@@ -25,6 +26,10 @@ from curvlinops import (
     HessianLinearOperator,
     KFACLinearOperator,
     PerSampleGradientLinearOperator,
+    SubmatrixLinearOperator,
+    by_layer,
+    hutchinson_trace,
+    select_parameters,
 )
 from curvlinops.autodiff import overrides
 from curvlinops.integrations.transformers import problem
@@ -648,7 +653,32 @@ def test_wrappers(wrapper: str):
     expected = problem(model, data)
     found = problem(WRAPPERS[wrapper](model), data)
     assert list(found[2]) == list(expected[2])
-    assert found[0].model is model
+    assert found[0].wrapped is model
+
+
+@pytest.mark.parametrize(
+    "name, layer", [*zip(SHIFTED, ["transformer.h.0", "model.layers.0"], strict=True)]
+)
+def test_names_are_the_models_own(name: str, layer: str):
+    model, data = make(name), batches(name)
+    model_func, loss_func, params, pairs = copy.deepcopy(problem(model, data))
+    assert list(params) == [n for n, _ in model.named_parameters()]
+    X = data[0]
+    shifted = {n: p + 0.1 for n, p in params.items()}
+    values = torch.func.functional_call(model_func, shifted, X)
+    assert not torch.allclose(values, model_func(X))
+    expected = torch.func.functional_call(model, shifted, (), X).logits[:, :-1]
+    torch.testing.assert_close(values, expected.mT)
+
+    chosen = select_parameters(model_func, layer)
+    assert all(n.startswith(layer) and p is params[n] for n, p in chosen.items())
+    H = HessianLinearOperator(model_func, loss_func, chosen, pairs)
+    whole = HessianLinearOperator(model_func, loss_func, params, pairs)
+    block = SubmatrixLinearOperator(whole, [layer], [layer])
+    v = torch.rand(H.shape[0], dtype=torch.float64)
+    torch.testing.assert_close(block @ v, H @ v)
+    by = {f"{layer}.mlp": f"{layer}.mlp"}
+    assert list(by_layer(block, hutchinson_trace, 1, by=by)) == [*by]
 
 
 def labelled(name: str, key: str = "attention_mask") -> list[dict[str, Tensor]]:
@@ -705,7 +735,7 @@ def test_models_that_write_to_parameters_are_refused():
     model = transformers.RwkvForCausalLM(config).eval()
     ids = torch.arange(8).reshape(2, 4)
     data, before = [{"input_ids": ids, "labels": ids}], flat(model.parameters()).clone()
-    with pytest.raises(ValueError, match=r"'model.rwkv.blocks.0.*weight'.*call the model once"):
+    with pytest.raises(ValueError, match=r"'rwkv.blocks.0.*weight'.*call the model once"):
         problem(model, data)
     assert torch.equal(flat(model.parameters()), before)
     own = model(**data[0]).loss.detach()  # as the message says

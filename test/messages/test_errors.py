@@ -3,6 +3,7 @@
 import collections
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -846,6 +847,18 @@ USES: list[tuple[Callable, Error, str]] = [
     (lambda: H.to("cpu"), AttributeError, r"HessianLinearOperator has no 'to'.*to_device\(device"),
     (lambda: H.double(), AttributeError, "Convert the model"),
     (lambda: H.eigenvalues, AttributeError, r"eigsh\(A, k\)"),
+    (lambda: H.eigsh(), AttributeError, r"It is a function: curvlinops.eigsh\(A, ...\)"),
+    (lambda: H.spectrum(), AttributeError, r"lanczos_approximate_spectrum\(A, ncv\)"),
+    (lambda: H.hvp(ONES), AttributeError, "Write A @ x"),
+    (lambda: curvlinops.Hessian, AttributeError, "There are: HessianLinearOperator$"),
+    (lambda: curvlinops.GGN, AttributeError, "There are: GGNDiagonalLinearOp.*, GGNLinearOperator"),
+    (lambda: curvlinops.KFAC, AttributeError, "There are: .*KFACLinearOperator, KFACType"),
+    (lambda: curvlinops.eigsh(H, k=2, which="SM"), ValueError, "which='SM'.*which='SA' finds"),
+    (lambda: H.to_device("gpu"), ValueError, "Device 'gpu' cannot be used here. There are .'cpu'"),
+    (lambda: K.inverse(0.1).to_device("cuda:99"), ValueError, "'cuda:99' cannot be used here"),
+    (lambda: H @ [[1.0], [1.0, 2.0]], ValueError, "Got a list of 2 tensors as vector"),
+    (lambda: H @ [x.tolist() for x in shared.parameters()], TypeError, "is a list, expected a ten"),
+    (lambda: curvlinops.loss_along(H, ONES, 1.0), ValueError, r"steps must be a list.*shape \[\]"),
     (lambda: H.todense(), AttributeError, r"to_dense\(\)"),
     (lambda: K.inv(), AttributeError, r"KFACLinearOperator has no 'inv'.*A.inverse\(\)"),
     (lambda: TWICE.gradient_and_loss(), AttributeError, "SumLinearOperator has no.*add up"),
@@ -904,6 +917,16 @@ def test_former_names(name: str):
     # the documentation has the same names
     page = Path(__file__).parents[2] / "docs" / "migration.md"
     assert re.search(rf"[`.]{name}[`(]", page.read_text())
+
+
+def test_functions_are_no_methods():
+    functions = {name: getattr(curvlinops, name) for name in curvlinops.__all__}
+    functions = {n: f for n, f in functions.items() if inspect.isfunction(f)}
+    for name in [
+        n for n, f in functions.items() if next(iter(inspect.signature(f).parameters)) == "A"
+    ]:
+        with pytest.raises(AttributeError, match=f"function: curvlinops.{name}"):
+            getattr(H, name)
 
 
 def test_unknown_names():

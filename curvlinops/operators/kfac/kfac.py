@@ -56,6 +56,7 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.rng import DEFAULT_SEED
 from curvlinops.support.serialization import read_parts, read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
@@ -118,7 +119,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     kfac_approx: str | Mapping[str, str] = KFACType.EXPAND
     num_per_example_loss_terms: int | None = None
     separate_weight_and_bias: bool = True
-    seed: int = 2147483647
+    seed: int = DEFAULT_SEED
     fallback: str = Fallback.ERROR
     fit: str = FitType.KFAC
     steps: int = 1
