@@ -123,6 +123,19 @@ class FactoredGradient(PerSampleGradient):
         values, shape = self.values(samples), self.kronecker_shape
         return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
 
+    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """Return the products of matrices with columns, of projected factors if it has these."""
+        related = relation(self.kronecker_shape, shape)
+        if related is None:
+            return super().projected(shape, outputs, inputs)
+        sides = (outputs, inputs) if related == "same" else (inputs, outputs)
+        pieces = [
+            torch.einsum("vnsgp,nsgq->vngpq", rotated(g, sides[0]), rotated(x, sides[1]))
+            for x, g in self.positions()
+        ]
+        out = torch.cat(pieces, dim=1)
+        return out if related == "same" else out.mT
+
     def squares_in_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
     ) -> Tensor:
@@ -158,11 +171,11 @@ def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None)
 
 
 def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
-    """Multiply ``[*, G, n]`` by the transposed basis of each group, ``[G, n, n]``."""
+    """Multiply ``[*, G, n]`` by the transposed basis of each group, ``[G, n, m]``."""
     if basis is None:
         return x
     if len(basis) == 1:
-        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(x.shape)
+        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(*x.shape[:-1], basis.shape[2])
     return torch.einsum("...gi,gij->...gj", x, basis)
 
 
