@@ -1,6 +1,6 @@
 """Projections of gradients, one matrix at a time: ``P_B^T G P_A``, with few columns P_B and P_A."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
@@ -59,7 +59,7 @@ class Projection:
         out = gradient.values(slice(0, 0)).new_zeros(())
         for view, size, inputs in zip(self.views, sizes, pieces, strict=True):
             if view.name == name:
-                shape = KroneckerShape(groups, num_outputs, size, replace(view, name=""))
+                shape = KroneckerShape(groups, num_outputs, size, view)
                 out = out + gradient.projected(shape, self.outputs, inputs).flatten(2)
         return out
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from math import sqrt
 from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from curvlinops.influence.projection import (
     random_projections,
 )
 from curvlinops.operators import scores as score_files
-from curvlinops.operators.identity import Identity, check_model, check_same
+from curvlinops.operators.identity import Identity, check_model, check_same, computed_numbers
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
@@ -216,7 +215,8 @@ class GradientStore:
         none = torch.zeros(queries.shape[0], dtype=torch.bool, device=like.device)
         for chosen, found in _projected(queries, projections, none, like):
             vectors[chosen] = found[:, :-1]
-        vectors = self._preconditioned(vectors, damping)
+        if self.num_rows:
+            vectors = self._preconditioned(vectors, damping)
         for part in self._all_parts():
             out[part.rows.to(out.device)] = part.gradients.to(vectors) @ vectors.T
         return out
@@ -224,10 +224,10 @@ class GradientStore:
     @property
     def kept(self) -> Tensor:
         """The norm of each projected gradient, relative to that of the whole one, ``[N]``."""
-        kept = torch.ones(self.num_rows, device="cpu")
+        kept = torch.ones(self.num_rows, dtype=torch.float64, device="cpu")
         for part in self._all_parts():
             ratios = torch.linalg.vector_norm(part.gradients, dim=1) / part.norms
-            kept[part.rows] = ratios.where(part.norms > 0, 1.0).to(kept)
+            kept[part.rows] = ratios.where(part.norms > 0, 1.0).double()
         return kept
 
     @property
@@ -251,7 +251,7 @@ class GradientStore:
             squares = [x.T @ x / self.num_rows for x in pieces]
             moments = squares if moments is None else [*map(torch.add, moments, squares)]
         out = []
-        for C, some in zip(moments or [], vectors.split(sizes, dim=1), strict=True):
+        for C, some in zip(moments, vectors.split(sizes, dim=1), strict=True):
             C = C.double()
             C.diagonal().add_(damping)
             root, failed = torch.linalg.cholesky_ex(C)
@@ -268,9 +268,7 @@ class GradientStore:
     @property
     def _identity_of_parts(self) -> Identity:
         """Return what gradients in files belong to: the rows, and the projections."""
-        sums = [
-            0 if x is None else int(checksum(x)) for p in self.projections for x in p.columns
-        ]
+        sums = [0 if x is None else int(checksum(x)) for p in self.projections for x in p.columns]
         return self._identity | {"the projections": sums}
 
     def _parts(self) -> Iterator[StoredGradients]:
@@ -283,8 +281,12 @@ class GradientStore:
                 check_same(source, json.loads(part.identity), identity, _REMEDY)
                 new = ~done[part.rows]
                 done[part.rows] = True
-                yield part if new.all() else part._replace(
-                    rows=part.rows[new], gradients=part.gradients[new], norms=part.norms[new]
+                yield (
+                    part
+                    if new.all()
+                    else part._replace(
+                        rows=part.rows[new], gradients=part.gradients[new], norms=part.norms[new]
+                    )
                 )
 
     def _all_parts(self) -> Iterator[StoredGradients]:
@@ -371,5 +373,5 @@ def _numbers_of(structure: BlockDiagonalLinearOperator | None, seed: int) -> dic
     """Return what tells bases apart; eigenvectors have signs that are not always the same."""
     if structure is None:
         return {"basis": "random", "seed": seed}
-    numbers = [float(structure.trace()), float(structure.frobenius_norm())]
-    return {"basis": [f"{number:.4g}" for number in numbers]}
+    numbers = [float(structure.frobenius_norm()), float(structure.trace())]
+    return {"basis": computed_numbers(numbers, structure.torch_dtype)}

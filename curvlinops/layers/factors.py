@@ -89,6 +89,12 @@ class FactoredGradient(PerSampleGradient):
         """Yield x, ``[n, S, G, I]``, and g, ``[V, n, S, G, O]``, of some samples."""
         yield self.inputs(), self.output_gradients()
 
+    def positions_in(
+        self, outputs: Tensor | None, inputs: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x and g of some samples, multiplied by columns, see ``projected``."""
+        return ((rotated(x, inputs), rotated(g, outputs)) for x, g in self.positions())
+
     def input_key(self) -> Hashable:
         """Return a value that is equal for gradients with the same inputs, while these exist."""
         return id(self)
@@ -129,11 +135,8 @@ class FactoredGradient(PerSampleGradient):
         if related is None:
             return super().projected(shape, outputs, inputs)
         sides = (outputs, inputs) if related == "same" else (inputs, outputs)
-        pieces = [
-            torch.einsum("vnsgp,nsgq->vngpq", rotated(g, sides[0]), rotated(x, sides[1]))
-            for x, g in self.positions()
-        ]
-        out = torch.cat(pieces, dim=1)
+        pairs = self.positions_in(*sides)
+        out = torch.cat([torch.einsum("vnsgp,nsgq->vngpq", g, x) for x, g in pairs], dim=1)
         return out if related == "same" else out.mT
 
     def squares_in_basis(

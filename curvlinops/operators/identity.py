@@ -115,6 +115,11 @@ def numbers_in(columns: Mapping[str, Any]) -> Identity:
     return _read(tensors)
 
 
+def computed_numbers(numbers: list[float], dtype: torch.dtype) -> dict[str, Any]:
+    """Return numbers that were computed in a dtype, of which the first one tells the scale."""
+    return _numbers(numbers, _COMPUTED.get(dtype, _COMPUTED_IN_HALF))
+
+
 def check_same(source: str, other: Identity, this: Identity, remedy: str = "") -> None:
     """Compare two identities in all that the second one has, see ``check_identity``."""
     for name, new in this.items():

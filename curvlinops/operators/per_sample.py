@@ -336,9 +336,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             return products(self._rows_of(problem), vectors)
 
         with self.risk.adding.sharing({} if is_whole else columns), table:
-            for number, batch_rows, scores in self._by_batch(
-                "scores", table.done, products_of
-            ):
+            for number, batch_rows, scores in self._by_batch("scores", table.done, products_of):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
                 scores = scores[..., 0] if is_vector else scores
