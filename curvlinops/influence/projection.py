@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -92,8 +92,8 @@ def project(rows: SampleRows, projections: Projections, like: Tensor) -> Tensor:
 def random_projections(space: ParameterSpace, rank: int, seed: int) -> Projections:
     """Return projections of each parameter to random subspaces.
 
-    Those of ``[out, *in]`` have ``rank`` dimensions along both axes. Vectors are projected if they
-    have more than ``rank ** 2`` entries.
+    Those of ``[out, *in]`` have ``rank`` dimensions along both axes. Vectors of more than
+    ``rank ** 2`` entries are projected as matrices that are as square as their length allows.
     """
     generator, found = seeded("cpu", seed), []
 
@@ -104,10 +104,14 @@ def random_projections(space: ParameterSpace, rank: int, seed: int) -> Projectio
         return torch.linalg.qr(normal).Q.to(space.device, space.dtype).unsqueeze(0)
 
     for name, shape in space.shapes.items():
-        is_matrix = len(shape) > 1
-        sizes = shape[0] if shape else 1, prod(shape[1:])
-        P = columns(sizes[0], rank if is_matrix else rank**2), columns(sizes[1], rank)
-        found.append(Projection((ParameterView.whole(name, shape),), (1, *sizes), *P))
+        outputs, inputs = shape[0] if shape else 1, prod(shape[1:])
+        if len(shape) < 2:
+            widths = (n for n in range(1, isqrt(outputs) + 1) if outputs % n == 0)
+            inputs = max(widths, default=1) if outputs > rank**2 else 1
+            outputs //= inputs
+        P = columns(outputs, rank if inputs > 1 else rank**2), columns(inputs, rank)
+        view = ParameterView.whole(name, shape)
+        found.append(Projection((view,), (1, outputs, inputs), *P))
     return tuple(found)
 
 
