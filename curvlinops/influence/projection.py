@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import KroneckerShape
-from curvlinops.layers.gradients import PerSampleGradient
+from curvlinops.layers.gradients import PerSampleGradient, total
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.sample_rows import SampleRows
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
@@ -56,12 +56,13 @@ class Projection:
         groups, num_outputs, _ = self.shape
         sizes = [view.size // (groups * num_outputs) for view in self.views]
         pieces = [self.inputs] if self.inputs is None else self.inputs.split(sizes, dim=1)
-        out = gradient.values(slice(0, 0)).new_zeros(())
-        for view, size, inputs in zip(self.views, sizes, pieces, strict=True):
-            if view.name == name:
-                shape = KroneckerShape(groups, num_outputs, size, view)
-                out = out + gradient.projected(shape, self.outputs, inputs).flatten(2)
-        return out
+        return total(
+            gradient.projected(
+                KroneckerShape(groups, num_outputs, size, view), self.outputs, inputs
+            ).flatten(2)
+            for view, size, inputs in zip(self.views, sizes, pieces, strict=True)
+            if view.name == name
+        )
 
 
 Projections = tuple[Projection, ...]

@@ -37,6 +37,8 @@ from curvlinops.support.torch_modes import in_default_modes
 _FORMAT = "gradients 1"
 #: What waits in memory for its file has at most so many bytes, besides those of one batch.
 _BYTES = 2**28
+#: The beginning of the name of the file that is read before others.
+_FIRST = "-"
 _REMEDY = " Choose another directory, or move the file away."
 
 
@@ -154,7 +156,7 @@ class GradientStore:
                 mean = float(structure.trace()) / structure.shape[0]
                 found = eigen_projections(structure, rank)
             stored = StoredProjections(json.dumps(identity), found, mean)
-            write_part(to_state(stored, _FORMAT), path)
+            write_part(to_state(stored, _FORMAT), path, _FIRST)
         store = cls(path)
         store._fill(rows)
         return store
@@ -306,11 +308,10 @@ class GradientStore:
             )
 
     def _projections_on(self, rows: PerSampleGradientLinearOperator) -> Projections:
-        """Return the projections on the device of an operator."""
+        """Return the projections on the device of an operator, in its dtype."""
+        like = rows.domain.empty(0)
         return tuple(
-            Projection(
-                p.views, p.shape, *(None if x is None else x.to(rows.device) for x in p.columns)
-            )
+            Projection(p.views, p.shape, *(None if x is None else x.to(like) for x in p.columns))
             for p in self.projections
         )
 
@@ -325,15 +326,14 @@ def _projections_in(directory: Path, identity: Identity | None) -> StoredProject
     """Return the projections in a directory, ``None`` if there are none.
 
     Raises:
-        ValueError: If there is something of another identity.
+        ValueError: If there is something of another identity before.
     """
-    stored = None
     for source, part in _read(directory):
         if identity is not None:
             check_same(source, json.loads(part.identity), identity, _REMEDY)
-        if stored is None and isinstance(part, StoredProjections):
-            stored = part
-    return stored
+        if isinstance(part, StoredProjections):
+            return part
+    return None
 
 
 def _projected(

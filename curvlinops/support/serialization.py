@@ -294,14 +294,19 @@ def source_of(state: Mapping[str, Any]) -> str:
 # --- directories of parts, which are written once and never changed
 
 
-def write_part(state: Mapping[str, Any], directory: Path) -> None:
+def write_part(state: Mapping[str, Any], directory: Path, prefix: str = "") -> None:
     """Write a state to a new file of a directory, under a name that no other file has.
+
+    Args:
+        state: The state.
+        directory: The directory.
+        prefix: The beginning of the name. Files are read in the order of their names.
 
     Raises:
         OSError: If there is no space, or the file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    write_state(state, directory / f"{secrets.token_hex(8)}{_SUFFIX}")
+    write_state(state, directory / f"{prefix}{secrets.token_hex(8)}{_SUFFIX}")
 
 
 def read_parts(directory: Path) -> Iterator[dict[str, Any]]:
