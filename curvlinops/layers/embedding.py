@@ -158,6 +158,16 @@ class EmbeddingGradient(FactoredGradient):
         for some in self.slices(self.indices.shape[1] * self.num_rows):
             yield self._one_hot(some), g[:, some]
 
+    def positions_in(
+        self, outputs: Tensor | None, inputs: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield rows of the columns in place of products with rows of an identity matrix."""
+        if inputs is None:
+            yield from super().positions_in(outputs, inputs)
+            return
+        x = inputs[0][self.indices] * self._lookups(None).to(inputs).unsqueeze(-1)
+        yield rearrange(x, "n s q -> n s 1 q"), rotated(self.output_gradients(), outputs)
+
     def output_gradients(self) -> Tensor:
         """Return output gradients, ``[V, N, S, 1, I]``."""
         return rearrange(self.g, "v n s i -> v n s 1 i")

@@ -89,6 +89,12 @@ class FactoredGradient(PerSampleGradient):
         """Yield x, ``[n, S, G, I]``, and g, ``[V, n, S, G, O]``, of some samples."""
         yield self.inputs(), self.output_gradients()
 
+    def positions_in(
+        self, outputs: Tensor | None, inputs: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x and g of some samples, multiplied by columns, see ``projected``."""
+        return ((rotated(x, inputs), rotated(g, outputs)) for x, g in self.positions())
+
     def input_key(self) -> Hashable:
         """Return a value that is equal for gradients with the same inputs, while these exist."""
         return id(self)
@@ -122,6 +128,16 @@ class FactoredGradient(PerSampleGradient):
         """Return the gradients of some samples as matrices, ``[V, n, G, O, I]``."""
         values, shape = self.values(samples), self.kronecker_shape
         return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
+
+    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """Return the products of matrices with columns, of projected factors if it has these."""
+        related = relation(self.kronecker_shape, shape)
+        if related is None:
+            return super().projected(shape, outputs, inputs)
+        sides = (outputs, inputs) if related == "same" else (inputs, outputs)
+        pairs = self.positions_in(*sides)
+        out = torch.cat([torch.einsum("vnsgp,nsgq->vngpq", g, x) for x, g in pairs], dim=1)
+        return out if related == "same" else out.mT
 
     def squares_in_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
@@ -158,11 +174,11 @@ def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None)
 
 
 def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
-    """Multiply ``[*, G, n]`` by the transposed basis of each group, ``[G, n, n]``."""
+    """Multiply ``[*, G, n]`` by the transposed basis of each group, ``[G, n, m]``."""
     if basis is None:
         return x
     if len(basis) == 1:
-        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(x.shape)
+        return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(*x.shape[:-1], basis.shape[2])
     return torch.einsum("...gi,gij->...gj", x, basis)
 
 

@@ -173,6 +173,26 @@ class PerSampleGradient(ABC):
         """Return all inner products with other gradients, ``[V, N, W, M]``."""
         raise NotImplementedError
 
+    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """Return the products ``outputs^T G inputs`` with matrices G, ``[V, N, g, p, q]``.
+
+        Args:
+            shape: The ``KroneckerShape`` of G, ``[g, O, I]``: some entries of the parameter.
+            outputs: Columns ``[g, O, p]``; ``None`` for those of the identity.
+            inputs: Columns ``[g, I, q]``; ``None`` for those of the identity.
+        """
+        groups, num_outputs, num_inputs, view, *_ = shape
+        pieces = []
+        for some in self.slices():
+            rows = _flat(self.rows(some))
+            matrices = view.of(rows.flatten(0, 1)).reshape(
+                *rows.shape[:2], groups, num_outputs, num_inputs
+            )
+            if outputs is not None:
+                matrices = outputs.mT @ matrices
+            pieces.append(matrices if inputs is None else matrices @ inputs)
+        return torch.cat(pieces, dim=1)
+
     def plus(self, others: Sequence["PerSampleGradient"]) -> "PerSampleGradient | None":
         """Return the sum with other gradients, ``None`` if it has to be written down."""
         return None
@@ -220,6 +240,10 @@ class GradientSum(PerSampleGradient):
     def products(self, columns: "Tensor | LowRank") -> Tensor:
         """Return the inner products: the sum of those of the summands."""
         return total(summand.products(columns) for summand in self._summands)
+
+    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+        """Return the projected gradients: the sum of those of the summands."""
+        return total(summand.projected(shape, outputs, inputs) for summand in self._summands)
 
     def to(self, dtype: torch.dtype) -> "GradientSum":
         """Return the same gradients in another dtype."""

@@ -98,6 +98,14 @@ def check_identity(
         check_same(source, other, this, remedy)
 
 
+def check_model(source: str, other: Identity, operator: DataLinearOperator) -> None:
+    """Refuse an operator with another model or other parameters; loss and data may be others."""
+    this = _facts(operator, {}) | _values(operator)
+    starts = ("parameters", "the shape of ", "dtype", "the values of ")
+    common = {name: x for name, x in this.items() if name in other and name.startswith(starts)}
+    check_same(source, other, common)
+
+
 def numbers_in(columns: Mapping[str, Any]) -> Identity:
     """Return numbers of vectors, of which some may have a low rank, by the parameter."""
     tensors = {}
@@ -105,6 +113,11 @@ def numbers_in(columns: Mapping[str, Any]) -> Identity:
         for part, tensor in enumerate((x.left, x.right) if isinstance(x, LowRank) else (x,)):
             tensors[f"the vectors for {name}" + ", second factor" * part] = tensor
     return _read(tensors)
+
+
+def computed_numbers(numbers: list[float], dtype: torch.dtype) -> dict[str, Any]:
+    """Return numbers that were computed in a dtype, of which the first one tells the scale."""
+    return _numbers(numbers, _COMPUTED.get(dtype, _COMPUTED_IN_HALF))
 
 
 def check_same(source: str, other: Identity, this: Identity, remedy: str = "") -> None:

@@ -254,22 +254,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             columns = rows
         return self._vjp(columns, self._all, wanted)
 
-    def _products(
-        self,
-        columns: Mapping[str, Tensor | LowRank],
-        by_position: bool,
-        done: Tensor,
+    def _by_batch(
+        self, task: str, done: Tensor, of: Callable[[BatchProblem], Tensor]
     ) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield the number of each batch with rows, its rows, and the products with columns.
-
-        These are ``[M, K]`` or ``[M, T, K]``.
+        """Yield the number of each batch with rows, its rows, and what is computed of these.
 
         Args:
-            columns: The columns by parameter, ``[K, *shape]``.
-            by_position: Whether the positions of sequences are apart.
+            task: What it is for.
             done: Which wanted rows are known. Batches that have no others are left out.
+            of: Returns something of a batch's rows, ``[M, *]``.
         """
-        with self._batches("scores") as batches:
+        with self._batches(task) as batches:
             slices = RowSlices(self._all.dim)
             for number, problem in enumerate(slices.of(batches)):
                 if done.any():
@@ -277,13 +272,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                     if bool(done[self._chosen_of(rows)[0]].all()):
                         slices.next(rows.stop - rows.start)
                         continue
-                if by_position:
-                    scores = products_by_position(problem, columns, type(self).__name__)
-                else:
-                    scores = products(self._rows_of(problem), columns)
-                rows = slices.next(len(scores))
-                if len(scores):
-                    yield number, rows, scores
+                found = of(problem)
+                rows = slices.next(len(found))
+                if len(found):
+                    yield number, rows, found
 
     # --- beyond products
 
@@ -343,8 +335,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
         vectors = columns if is_whole else self.risk.model.shards.whole(columns)
         table = ScoreTable(self.shape[0], like, out, identity)
+
+        def products_of(problem: BatchProblem) -> Tensor:
+            if per_position:
+                return products_by_position(problem, vectors, type(self).__name__)
+            return products(self._rows_of(problem), vectors)
+
         with self.risk.adding.sharing({} if is_whole else columns), table:
-            for number, batch_rows, scores in self._products(vectors, per_position, table.done):
+            for number, batch_rows, scores in self._by_batch("scores", table.done, products_of):
                 chosen, own = self._chosen_of(batch_rows)
                 scores = scores if own is None else scores[own]
                 scores = scores[..., 0] if is_vector else scores
@@ -374,15 +372,17 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
     ) -> Identity:
         """Return what scores depend on."""
-        options = {
+        options = {"per_position": per_position, "one vector": is_vector, **numbers_in(columns)}
+        return self._identity(options)
+
+    def _identity(self, options: Mapping[str, Any]) -> Identity:
+        """Return what numbers of all rows depend on."""
+        rows = {
             "number of rows": self.shape[0],
             "terms": self.terms,
             "subsampling": None if self._indices is None else int(checksum(self._wanted)),
-            "per_position": per_position,
-            "one vector": is_vector,
-            **numbers_in(columns),
         }
-        return identity_of(self, options)
+        return identity_of(self, rows | dict(options))
 
     @in_default_modes
     def low_rank(self, P: Any, rank: int) -> LowRankColumns:

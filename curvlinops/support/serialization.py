@@ -104,7 +104,8 @@ def from_state(
             f"{source} has the format {metadata['format']!r}, this function reads {format!r}. "
             "Factors of KFAC and EKFAC are read by the method load(path) of an operator with "
             "model, loss and data; structured operators, such as inverses, by curvlinops.load(path)"
-            "; scores by the method scores(P, out=path) that wrote them."
+            "; scores by the method scores(P, out=path) that wrote them; gradients by "
+            "curvlinops.influence.GradientStore(path)."
         )
     if not isinstance(value, cls):
         raise ValueError(f"{source} has a {type(value).__name__}, no {cls.__name__}.")
@@ -293,14 +294,19 @@ def source_of(state: Mapping[str, Any]) -> str:
 # --- directories of parts, which are written once and never changed
 
 
-def write_part(state: Mapping[str, Any], directory: Path) -> None:
+def write_part(state: Mapping[str, Any], directory: Path, prefix: str = "") -> None:
     """Write a state to a new file of a directory, under a name that no other file has.
+
+    Args:
+        state: The state.
+        directory: The directory.
+        prefix: The beginning of the name. Files are read in the order of their names.
 
     Raises:
         OSError: If there is no space, or the file cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    write_state(state, directory / f"{secrets.token_hex(8)}{_SUFFIX}")
+    write_state(state, directory / f"{prefix}{secrets.token_hex(8)}{_SUFFIX}")
 
 
 def read_parts(directory: Path) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,7 @@
 """Everything runs where the model is, also where that is not the CPU."""
 
+from tempfile import TemporaryDirectory
+
 import problems
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import curvlinops as C
+from curvlinops.influence import GradientStore
 
 pytestmark = pytest.mark.extensive
 
@@ -60,7 +63,21 @@ def _update(K: C.KFACLinearOperator) -> Tensor:
     return K.diagonal()
 
 
-QUANTITIES = METHODS | {"update": ("kfac", REDUCE, _update)}
+def _stored(K: C.EKFACLinearOperator) -> Tensor:
+    p = problems.make("cnn")
+    put(p.data, CPU)
+    rows = ALL["gradients"].build(p).to_device(K.device)
+    scores = []
+    for basis in (K, None):
+        with TemporaryDirectory() as directory:
+            scores.append(GradientStore.write(rows, directory, 2, basis).scores(rows, 0.1))
+    return torch.stack(scores)
+
+
+QUANTITIES = METHODS | {
+    "update": ("kfac", REDUCE, _update),
+    "stored gradients": ("ekfac", {"fisher_type": "empirical"}, _stored),
+}
 QUANTITIES |= {
     name: ("ggn", {}, lambda G, compute=compute: compute(G.damped(0.1)))
     for name, compute in ALGORITHMS.items()

@@ -79,6 +79,7 @@ TESTS = {
         kfac/module_factors kfac/kfac_files kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding kfac/fit kfac/distance""",
     "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
+    "influence": "influence/store",
     "training": "training/monitor training/kfac_preconditioner",
     "integrations": "integrations/huggingface integrations/trainer",
 }

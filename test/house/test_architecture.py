@@ -27,6 +27,10 @@ ALLOWED = {
         *_BASE,
     },
     "landscape": {"landscape", "operators", "algorithms", "risk", "autodiff", *_BASE},
+    "influence": {
+        *("influence", "operators", "layers", "structured", "risk", "autodiff"),
+        *_BASE,
+    },
     "training": {"training", "landscape", "operators", "algorithms", "autodiff", *_BASE},
     "integrations": {
         *("integrations", "training", "operators", "risk", "losses", "autodiff"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import curvlinops as c
-from curvlinops import kfac_utils, training
+from curvlinops import influence, kfac_utils, training
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.algorithms.spectrum import SpectralDensity
 
@@ -161,6 +161,14 @@ c.xdiag(H, 10, "gaussian")  # type: ignore[call-overload]
 c.lanczos_logdet(H, num_reps=2)  # type: ignore[call-overload]
 c.lanczos_approximate_spectrum(H, 20, points=10)  # type: ignore[call-overload]
 c.dottest(H, tests=2)  # type: ignore[call-arg]
+
+# --- influence
+
+store = influence.GradientStore.write(S, "gradients", rank=8, basis=EK)
+assert_type(store.scores(S, 0.1), Tensor)
+assert_type(store.kept, Tensor)
+influence.GradientStore.write(S, "gradients", bases=EK)  # type: ignore[call-arg]
+influence.GradientStore("gradients").scores(S)  # type: ignore[call-arg]
 
 # --- training
 

@@ -13,6 +13,7 @@ from models import Using
 from torch import Tensor, nn
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator, write_factors
+from curvlinops.influence import GradientStore
 from curvlinops.support.rng import GeneratorStates
 
 
@@ -146,7 +147,20 @@ def by_scores(one: World, two: World, folder: Path) -> Any:
     return torch.tensor(np.asarray(found))
 
 
-WAYS = {"file": by_file, "parts": by_parts, "merge": by_merging, "scores": by_scores}
+def by_gradients(one: World, two: World, folder: Path) -> Any:
+    for world in (one, two):
+        rows = world.build(PerSampleGradientLinearOperator)
+        store = GradientStore.write(rows, folder / "gradients", rank=2)
+    return store.kept
+
+
+WAYS = {
+    "gradients": by_gradients,
+    "file": by_file,
+    "parts": by_parts,
+    "merge": by_merging,
+    "scores": by_scores,
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -32,6 +32,7 @@ from curvlinops import (
     load,
     write_factors,
 )
+from curvlinops.influence import GradientStore
 from curvlinops.operators import scores
 from curvlinops.support import serialization
 
@@ -103,6 +104,21 @@ class Scores:
         return torch.randn(rows.shape[1], 2, generator=generator, dtype=torch.float64)
 
 
+class Gradients:
+    """Projected gradients in a directory, which are computed anew where they are missing."""
+
+    def __init__(self, cls: type | None):
+        self.cls = cls
+
+    def write(self, path: Path, seed: int = 0) -> GradientStore:
+        basis = None if self.cls is None else on_data(self.cls, seed=seed)
+        rows = on_data(PerSampleGradientLinearOperator)
+        return GradientStore.write(rows, path, rank=2, basis=basis, seed=seed)
+
+    def read(self, path: Path) -> Tensor:
+        return self.write(path).scores(on_data(PerSampleGradientLinearOperator), 0.1)
+
+
 FILES = {
     "structured": Structured(),
     "kfac": Factors(KFACLinearOperator),
@@ -112,6 +128,8 @@ COMPUTED = {
     "kfac parts": Parts(KFACLinearOperator, partial(write_factors, parts=2)),
     "ekfac parts": Parts(EKFACLinearOperator, partial(write_factors, parts=3)),
     "scores": Scores(),
+    "gradients": Gradients(None),
+    "gradients, eigenvectors": Gradients(EKFACLinearOperator),
 }
 LOADED = {
     "parts, load": Parts(KFACLinearOperator, lambda _, path: load(path)),
