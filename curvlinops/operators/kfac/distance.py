@@ -8,7 +8,8 @@ from torch import Tensor
 
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape
-from curvlinops.layers.gradients import total
+from curvlinops.layers.gradients import sum_of, total
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.operators.kfac.block_sums import BlockSum, Views, matrices_of
 from curvlinops.operators.kfac.blocks import PRODUCTS, Block
 from curvlinops.support.rng import seeded
@@ -38,8 +39,26 @@ class ExactProducts(BlockSum):
 
     def of_gradients(self, gradients: Sequence[FactoredGradient]) -> dict[str, Tensor]:
         """Return the products over a batch, given the gradients of all uses of the weight."""
+        whole = sum_of(list(gradients))
+        is_alike = KroneckerShape.of(whole, self.shape.is_bias) == self.shape
+        if is_alike and isinstance(whole, OuterProducts) and whole.num_positions == 1:
+            return {PRODUCTS: total(self._of_position(*some) for some in whole.positions())}
         rows = matrices_of(gradients, self.shape, self.has_bias)
         return {PRODUCTS: total(self.of_rows(some)[PRODUCTS] for some in rows)}
+
+    def _of_position(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the products for gradients ``g x^T``, which are not formed.
+
+        Args:
+            x: Inputs ``[n, 1, G, I]``.
+            g: Output gradients ``[V, n, 1, G, O]``.
+        """
+        x, g = x.squeeze(1), g.squeeze(2)
+        if self.has_bias:
+            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=2)
+        images = torch.einsum("kgoi,ngi->nkgo", self.vectors, x)
+        products = torch.einsum("vngo,nkgo->vnk", g, images)
+        return torch.einsum("vnk,vngo,ngi->kgoi", products, g, x)
 
     def of_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Return ``sum vec(G) vec(G)^T`` times the vectors, over gradients ``[P, G, O, I]``."""
