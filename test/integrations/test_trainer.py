@@ -84,7 +84,8 @@ def test_the_model_is_measured_and_left_as_it_is(kind: type, tmp_path: Path):
         {name.removeprefix("curvature/"): x for name, x in entry.items()}
         for entry in state.log_history
     ]
-    assert [entry.pop("epoch") for entry in history] == [0, 2 / 3]
+    # transformers before 5 has no epoch before the first step
+    assert [entry.pop("epoch") or 0 for entry in history] == [0, 2 / 3]
     assert history == rows
 
     model, loss, params, pairs = problem(language_model().eval(), data)
