@@ -84,7 +84,7 @@ def test_the_model_is_measured_and_left_as_it_is(kind: type, tmp_path: Path):
         {name.removeprefix("curvature/"): x for name, x in entry.items()}
         for entry in state.log_history
     ]
-    # transformers before 5 has no epoch before the first step
+    # older versions of transformers have no epoch before the first step
     assert [entry.pop("epoch") or 0 for entry in history] == [0, 2 / 3]
     assert history == rows
 
