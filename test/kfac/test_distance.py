@@ -10,7 +10,10 @@ from torch import Tensor
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, plot_by_layer
 
-MODELS = ["mlp-mse-mean", "cnn", "transformer-tied", "padding-idx", "used-twice", "lstm-packed"]
+MODELS = [
+    *("mlp-mse-sum", "mlp-mse-mean", "cnn", "transformer-tied", "padding-idx"),
+    *("used-twice", "lstm-packed"),
+]
 
 
 def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str, float]:
@@ -50,6 +53,19 @@ def test_equals_that_of_dense_matrices(name: str, cls: type, joint: bool):
         for key, error in errors.items():
             assert float(found[key].estimate) == pytest.approx(error, rel=1e-6, abs=1e-7)
             assert float(found[key].standard_error) == 0
+
+
+@pytest.mark.parametrize("num_vectors", [2, 1000])
+def test_layers_without_gradients(num_vectors: int):
+    """Behind a head of zeros, K and the exact block are zero."""
+    p = kfac_models.make("mlp-ce-mean")
+    head = [param for param in p.params if param.ndim == 2][-1]
+    with torch.no_grad():
+        head.zero_()
+    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="empirical")
+    *behind, last = [x for n, x in operator.distance(num_vectors).items() if "weight" in n]
+    assert all(float(error) == float(standard_error) == 0 for error, standard_error in behind)
+    assert 0 < float(last.estimate) < torch.inf
 
 
 def test_drawn_by_layer():

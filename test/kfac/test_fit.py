@@ -16,7 +16,7 @@ from curvlinops import EKFACLinearOperator, KFACLinearOperator, load, write_fact
 
 FITS = ["frobenius", "kl", "shampoo"]
 MODELS = [
-    "cnn", "segmentation", "transformer", "transformer-tied", "lstm", "used-twice",
+    "mlp-ce-sum", "cnn", "segmentation", "transformer", "transformer-tied", "lstm", "used-twice",
     "padding-idx", "embedding-bag-mean", "subset", "dict-batch-padding-idx", "conv1d",
 ]  # fmt: skip
 

@@ -127,11 +127,14 @@ def distances(
 
 
 def relative(apart: Tensor, exact: Tensor, is_exact: bool) -> Estimate:
-    """Return the relative error and its standard error, see ``distances``."""
-    num = len(apart)
-    squared = apart.sum() / exact.sum()
+    """Return the relative error and its standard error, see ``distances``.
+
+    Where both matrices are zero, as without any gradient, they are equal.
+    """
+    num, are_equal = len(apart), not bool(apart.any())
+    squared = apart.sum() if are_equal else apart.sum() / exact.sum()
     error = squared.sqrt()
-    if is_exact:
+    if is_exact or are_equal or not bool(error.isfinite()):
         return Estimate(error, torch.zeros_like(error))
     # the error of a ratio of means, to first order
     spread = (apart - squared * exact).square().sum() / (num * (num - 1))

@@ -398,7 +398,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         Returns:
             The distance and its standard error, by the first parameter of a block. Blocks that
-            are no Kronecker products are left out. ``plot_by_layer`` draws them.
+            are no Kronecker products are left out. It is zero where both are zero, as without any
+            gradient. ``plot_by_layer`` draws the distances.
 
         Raises:
             ValueError: If ``num_vectors`` is below two; with ``fisher_type="forward-only"``; if
