@@ -80,7 +80,7 @@ def _run(
 
     In that, checkpoints recompute the forward pass.
     """
-    with without_selective_checkpoints():
+    try:
         return run_backward(
             starts,
             cotangents,
@@ -90,24 +90,13 @@ def _run(
             allow_unreachable=True,
             accumulate_grad=False,
         )
-
-
-@contextmanager
-def without_selective_checkpoints() -> Iterator[None]:
-    """Refuse layers under selective activation checkpointing that are computed again twice.
-
-    Raises:
-        NoDerivativeError: In place of PyTorch's error, with what to do.
-    """
-    try:
-        yield
     except RuntimeError as error:
         raise_selective(error)
         raise
 
 
 def raise_selective(error: Exception) -> None:
-    """Raise the error of ``without_selective_checkpoints`` in place of PyTorch's, if it is that."""
+    """Raise an error with a remedy if PyTorch refuses to compute checkpointed layers again."""
     # older versions of PyTorch say that a checkpoint computes other values the second time
     if _SELECTIVE in str(error) or isinstance(error, CheckpointError):
         raise NoDerivativeError(
