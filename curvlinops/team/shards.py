@@ -5,12 +5,13 @@ other parts of a vector, or to add a gradient to the parts of a sum. Before each
 a *round*, in which each process says what it requests. All of them then serve all requests.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,6 +34,9 @@ from curvlinops.support.torch_internals import (
 from curvlinops.team.collectives import all_gather, empty_whole, gather_parts, reduce_scatter
 from curvlinops.team.layout import GatheredColumns
 from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
+from curvlinops.team.schedule import Schedule
+
+T = TypeVar("T")
 
 _WHOLE = (
     "Give each process a model with all parameters, with values as by "
@@ -63,6 +67,10 @@ class Whole:
 
     def settle(self) -> None:
         """Wait for nobody."""
+
+    def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
+        """Yield the items."""
+        return iter(items)
 
     def find(self) -> None:
         """Look for nothing."""
@@ -202,6 +210,9 @@ class Shards(Whole):
         self._vectors: Columns = {}
         self._sums: Columns = {}
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
+        self._schedule = Schedule()
+        #: What all processes request next, in this order, without rounds.
+        self._agreed = deque[Request]()
         self.find()
 
     def __bool__(self) -> bool:
@@ -281,8 +292,10 @@ class Shards(Whole):
         if not self.is_open:
             return
         self.forget()
+        self._schedule.begin(None)
         is_found = False
         with _plain_calls():
+            self._serve_agreed()
             while (requests := self._round(_NOTHING)) != [_NOTHING]:
                 if not is_found:
                     self.find()
@@ -290,8 +303,30 @@ class Shards(Whole):
                 for request in requests:
                     self._serve(request)
 
-    def _round(self, own: Request) -> list[Request]:
-        """Say what this process requests; return what all request, each request once."""
+    def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
+        """Yield batches, or what was kept of them, each of which begins a part of the schedule.
+
+        Args:
+            items: The batches.
+            task: What is done with them, on which depends what is requested.
+        """
+
+        def begun(item: T) -> T:
+            self.forget()  # what was gathered last is requested again on each batch
+            columns = next(chain(self._vectors.values(), self._sums.values()), ())
+            self._schedule.begin((task, len(columns), len(self._tensors)))
+            return item
+
+        return map(begun, items)
+
+    def _round(self, own: Request, expected: tuple[Request, ...] = ()) -> list[Request]:
+        """Say what this process requests; return what all request, each request once.
+
+        Args:
+            own: The request.
+            expected: The requests that will follow, if they are known. If all processes request and
+                expect the same, these are agreed.
+        """
         if self.size == 1:
             return [own]
         if not self.is_open:
@@ -300,9 +335,13 @@ class Shards(Whole):
                 "evaluate theirs. Report this as a bug."
             )
         kind = {"dtype": torch.int64, "device": self._device}
-        every = torch.empty(self.size * len(own), **kind)
-        all_gather(every, torch.tensor(own, **kind), self.group)
-        return sorted({Request(*numbers) for numbers in every.view(self.size, -1).tolist()})
+        numbers = torch.tensor((*own, hash(expected)), **kind)  # of integers: the same everywhere
+        every = numbers.new_empty(self.size * len(numbers))
+        all_gather(every, numbers, self.group)
+        every = {tuple(x) for x in every.view(self.size, -1).tolist()}
+        if len(every) == 1:
+            self._agreed.extend(expected)
+        return sorted({Request(*x[:-1]) for x in every})
 
     def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
         """Return what this process requests, see ``_serve``.
@@ -315,12 +354,24 @@ class Shards(Whole):
         memory = self._memory(own)
         if tensor is not None:
             memory[: len(tensor)], memory[len(tensor) :] = tensor, 0
-        for request in self._round(own):
+        expected = self._schedule.next(own)
+        self._serve_agreed(until=own)
+        if self._agreed:
+            found = self._serve(own, memory)
+            self._agreed.popleft()
+            return found
+        for request in self._round(own, expected):
             if request == own:
                 found = self._serve(request, memory)
             else:
                 self._serve(request)
         return found
+
+    def _serve_agreed(self, until: Request | None = None) -> None:
+        """Serve what other processes request as agreed, up to a request of this process."""
+        while self._agreed and self._agreed[0] != until:
+            self._serve(self._agreed[0])
+            self._agreed.popleft()
 
     def _memory(self, request: Request) -> Tensor:
         """Return memory for a whole parameter, or for whole columns ``[*shape, k]``."""
