@@ -3,6 +3,11 @@
 Processes need not be in step. What one of them needs of the others is a *request*: a parameter, the
 other parts of a vector, or to add a gradient to the parts of a sum. Before each collective there is
 a *round*, in which each process says what it requests. All of them then serve all requests.
+
+On most batches a process requests the same, in the same order. At its first request on a batch, it
+also says what it expects to request after that. If all say the same, this is *agreed*: all serve
+these requests in their order, without rounds. Whoever requests something else, or is done, serves
+what is agreed first. So the order of collectives is the same in all processes, whatever they do.
 """
 
 from collections import deque
@@ -160,10 +165,9 @@ _MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 class Shards(Whole):
     """The parameters of a module that ``fully_shard`` has sharded.
 
-    Before each collective there is a *round*, in which each process says what it requests. All take
-    part in the collectives of all requests. A process that is done takes part in rounds until all
-    are done, see ``settle``. So processes may evaluate the model at different numbers of batches or
-    columns, in fallbacks, or not at all after an error.
+    All take part in the collectives of all requests. A process that is done takes part in rounds
+    until all are done, see ``settle``. So processes may evaluate the model at different numbers of
+    batches or columns, in fallbacks, or not at all after an error.
 
     A process differentiates its own part of the risk with respect to whole parameters, of which it
     never has more than a few in memory: each is gathered when it is read, and so are vectors that
@@ -210,9 +214,9 @@ class Shards(Whole):
         self._vectors: Columns = {}
         self._sums: Columns = {}
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
-        self._schedule = Schedule()
         #: What all processes request next, in this order, without rounds.
         self._agreed = deque[Request]()
+        self._numbers: dict[int, int] = {}
         self.find()
 
     def __bool__(self) -> bool:
@@ -314,7 +318,7 @@ class Shards(Whole):
         def begun(item: T) -> T:
             self.forget()  # what was gathered last is requested again on each batch
             columns = next(chain(self._vectors.values(), self._sums.values()), ())
-            self._schedule.begin((task, len(columns), len(self._tensors)))
+            self._schedule.begin((task, len(columns)))
             return item
 
         return map(begun, items)
@@ -429,11 +433,14 @@ class Shards(Whole):
         tables = (tensor_tables(module)[0] for module in modules_of([self._module]))
         present = {id(x): x for table in tables for x in dict.values(table) if x is not None}
         self._tensors = list(present.values())
+        before = list(self._numbers.values())
         self._numbers = {
             id(x): number
             for number, x in enumerate(self._tensors)
             if isinstance(x, distributed_tensors())
         }
+        if list(self._numbers.values()) != before:
+            self._schedule = Schedule()
 
     def parts(self) -> list[Tensor]:
         """Return the parts of all sharded parameters that this process has."""
