@@ -36,7 +36,13 @@ from curvlinops.support.torch_internals import (
     without_fsdp_hooks,
     without_torch_function,
 )
-from curvlinops.team.collectives import all_gather, empty_whole, gather_parts, reduce_scatter
+from curvlinops.team.collectives import (
+    all_gather,
+    begin_gather,
+    empty_whole,
+    gather_parts,
+    reduce_scatter,
+)
 from curvlinops.team.layout import GatheredColumns
 from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
 from curvlinops.team.schedule import Schedule
@@ -216,6 +222,8 @@ class Shards(Whole):
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
         #: What all processes request next, in this order, without rounds.
         self._agreed = deque[Request]()
+        #: The first of these if it is in flight: its memory, and what waits for it.
+        self._ahead: tuple[Tensor, Any] | None = None
         self._numbers: dict[int, int] = {}
         self.find()
 
@@ -363,12 +371,14 @@ class Shards(Whole):
         if self._agreed:
             found = self._serve(own, memory)
             self._agreed.popleft()
+            self._begin_next()
             return found
         for request in self._round(own, expected):
             if request == own:
                 found = self._serve(request, memory)
             else:
                 self._serve(request)
+        self._begin_next()
         return found
 
     def _serve_agreed(self, until: Request | None = None) -> None:
@@ -377,9 +387,20 @@ class Shards(Whole):
             self._serve(self._agreed[0])
             self._agreed.popleft()
 
+    def _begin_next(self) -> None:
+        """Begin to gather the parameter that is agreed next, while this process computes."""
+        if self._agreed and self._agreed[0].kind == Kind.PARAMETER:
+            memory = self._memory(self._agreed[0])
+            self._ahead = memory, self._begin(self._agreed[0].number, memory)
+
+    def _begin(self, number: int, memory: Tensor) -> Any:
+        return begin_gather(memory, self._tensors[number].to_local(), self.group)
+
     def _memory(self, request: Request) -> Tensor:
         """Return memory for a whole parameter, or for whole columns ``[*shape, k]``."""
         kind, number, first, stop = request
+        if self._ahead is not None and self._agreed[0] == request:
+            return self._ahead[0]
         if kind == Kind.PARAMETER:
             parameter = self._tensors[number]
             return empty_whole(parameter.to_local(), len(parameter), self.group)
@@ -401,7 +422,10 @@ class Shards(Whole):
         is_mine = memory is not None
         memory = self._memory(request) if memory is None else memory
         if kind == Kind.PARAMETER:
-            return gather_parts(memory, self._tensors[number].to_local(), self.group)
+            work = self._begin(number, memory) if self._ahead is None else self._ahead[1]
+            self._ahead = None
+            work.wait()
+            return memory
         name, parameter = list(self.params.items())[number]
         local = parameter.to_local()
         # the axis of columns is the last one here
