@@ -316,11 +316,11 @@ class Shards(Whole):
                     self._serve(request)
 
     def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
-        """Yield batches, or what was kept of them, each of which begins a part of the schedule.
+        """Yield batches, or what was kept of them, and note where the requests of one begin.
 
         Args:
             items: The batches.
-            task: What is done with them, on which depends what is requested.
+            task: What is done with them: requests are expected to be those of the same task.
         """
 
         def begun(item: T) -> T:

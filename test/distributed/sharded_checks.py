@@ -1107,6 +1107,13 @@ class FullTensors(TorchDispatchMode):
     def _forget(self) -> None:
         self.alive -= 1
 
+    def left(self) -> int:
+        """The number of tensors that are alive, once the other thread has freed its own."""
+        for _ in range(500):
+            if self.alive:
+                time.sleep(0.01)
+        return self.alive
+
 
 class Deep(nn.Module):
     """Layers that use their weights directly, transposed, and as tables of positions."""
@@ -1145,10 +1152,11 @@ def few_parameters_are_in_memory() -> None:
             A = ALL[case].build(own, process_group=group())
             v = spread(own, torch.ones(A.shape[1]).double())
             for product in (lambda A=A, v=v: A @ v, A.gradient_and_loss):
-                with FullTensors(40 * 40 * 8) as full:
-                    product()
-                assert 0 < full.most <= limit, (case, full.most)
-                assert full.alive == 0
+                for _ in range(3):  # in the end by a schedule
+                    with FullTensors(40 * 40 * 8) as full:
+                        product()
+                    assert 0 < full.most <= limit, (case, full.most)
+                    assert full.left() == 0
     p = small(Deep, (4, 2, 3, 3))  # gradients of one sample would count
     own = sharded(p)
     options = {"process_group": group(), "max_factor_size": 8, "fallback": "diagonal"}
