@@ -219,7 +219,7 @@ class DataLinearOperator(TorchLinearOperator):
         with exclusive():
             shared.check()
             if (kept := shared.all(task)) is not None:
-                yield iter(kept)
+                yield self.risk.model.shards.each(kept, task)
                 return
             with self._batches(task) as batches:
                 yield shared.each(task, batches, build)

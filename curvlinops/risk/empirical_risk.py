@@ -149,7 +149,7 @@ class EmpiricalRisk:
 
         def problems() -> Iterator[BatchProblem]:
             nonlocal current
-            for current in data.iterate(items, device):
+            for current in self.model.shards.each(data.iterate(items, device), description):
                 deliver_signals()
                 yield BatchProblem(self, current)
                 current = None

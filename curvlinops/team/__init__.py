@@ -10,6 +10,7 @@ there.
 |---|---|
 | ``team.py`` | the three teams, and ``team_of`` |
 | ``shards.py`` | parameters, and rounds in which processes request what they need of others |
+| ``schedule.py`` | what a process requests on each batch, so that rounds can be omitted |
 | ``scattering.py`` | derivatives with respect to gathered parameters |
 | ``layout.py`` | which part of a parameter, and of its vectors, a process has |
 | ``messages.py`` | objects, and errors that are raised in all |
@@ -21,7 +22,8 @@ Calls may be nested as follows.
    one ``sharing`` or ``summing`` at a time.
 2. In a pass over the data, processes are not in step: they have other numbers of batches. They call
    nothing of a team there but ``sending``. With shards, they serve each other's requests until all
-   are done, at the end of the innermost ``raise_on_all_ranks``.
+   are done, at the end of the innermost ``raise_on_all_ranks``. A batch is taken from
+   ``Shards.each``, so that processes know when they may follow a schedule.
 3. ``raise_on_all_ranks`` and ``task`` may stand in each other where all processes enter them, in
    the same order. Where that is not known, since a method may run in a pass of its caller, stands
    ``raise_once``, and ``in_step`` is the process alone.

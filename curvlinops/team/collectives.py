@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, distributed
 
 
-def all_gather(out: Tensor, tensor: Tensor, group: Any) -> None:
-    """Write the tensors of all processes to one, one after the other."""
-    _collective("all_gather_single", "all_gather_into_tensor")(out, tensor, group=group)
+def all_gather(out: Tensor, tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    """Write the tensors of all processes to one, one after the other; see ``begin_gather``."""
+    gather = _collective("all_gather_single", "all_gather_into_tensor")
+    return gather(out, tensor, group=group, async_op=async_op)
 
 
 def reduce_scatter(out: Tensor, tensor: Tensor, group: Any) -> None:
@@ -41,8 +42,13 @@ def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
         part: This process's part, which is padded with zeros if it has fewer rows.
         group: The processes.
     """
+    begin_gather(out, part, group).wait()
+    return out
+
+
+def begin_gather(out: Tensor, part: Tensor, group: Any) -> Any:
+    """Begin what ``gather_parts`` does; return an object with a method that waits for the end."""
     padding = len(out) // group.size() - len(part)
     if padding:
         part = torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
-    all_gather(out, part.contiguous(), group)
-    return out
+    return all_gather(out, part.contiguous(), group, async_op=True)

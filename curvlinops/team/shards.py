@@ -3,14 +3,20 @@
 Processes need not be in step. What one of them needs of the others is a *request*: a parameter, the
 other parts of a vector, or to add a gradient to the parts of a sum. Before each collective there is
 a *round*, in which each process says what it requests. All of them then serve all requests.
+
+On most batches a process requests the same, in the same order. At its first request on a batch, it
+also says what it expects to request after that. If all say the same, this is *agreed*: all serve
+these requests in their order, without rounds. Whoever requests something else, or is done, serves
+what is agreed first. So the order of collectives is the same in all processes, whatever they do.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,9 +36,18 @@ from curvlinops.support.torch_internals import (
     without_fsdp_hooks,
     without_torch_function,
 )
-from curvlinops.team.collectives import all_gather, empty_whole, gather_parts, reduce_scatter
+from curvlinops.team.collectives import (
+    all_gather,
+    begin_gather,
+    empty_whole,
+    gather_parts,
+    reduce_scatter,
+)
 from curvlinops.team.layout import GatheredColumns
 from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
+from curvlinops.team.schedule import Schedule
+
+T = TypeVar("T")
 
 _WHOLE = (
     "Give each process a model with all parameters, with values as by "
@@ -63,6 +78,10 @@ class Whole:
 
     def settle(self) -> None:
         """Wait for nobody."""
+
+    def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
+        """Yield the items."""
+        return iter(items)
 
     def find(self) -> None:
         """Look for nothing."""
@@ -152,10 +171,9 @@ _MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 class Shards(Whole):
     """The parameters of a module that ``fully_shard`` has sharded.
 
-    Before each collective there is a *round*, in which each process says what it requests. All take
-    part in the collectives of all requests. A process that is done takes part in rounds until all
-    are done, see ``settle``. So processes may evaluate the model at different numbers of batches or
-    columns, in fallbacks, or not at all after an error.
+    All take part in the collectives of all requests. A process that is done takes part in rounds
+    until all are done, see ``settle``. So processes may evaluate the model at different numbers of
+    batches or columns, in fallbacks, or not at all after an error.
 
     A process differentiates its own part of the risk with respect to whole parameters, of which it
     never has more than a few in memory: each is gathered when it is read, and so are vectors that
@@ -202,6 +220,11 @@ class Shards(Whole):
         self._vectors: Columns = {}
         self._sums: Columns = {}
         self._columns, self.has_added, self.is_sharing = slice(0, 1), False, False
+        #: What all processes request next, in this order, without rounds.
+        self._agreed = deque[Request]()
+        #: The first of these if it is in flight: its memory, and what waits for it.
+        self._ahead: tuple[Tensor, Any] | None = None
+        self._numbers: dict[int, int] = {}
         self.find()
 
     def __bool__(self) -> bool:
@@ -281,8 +304,10 @@ class Shards(Whole):
         if not self.is_open:
             return
         self.forget()
+        self._schedule.begin(None)
         is_found = False
         with _plain_calls():
+            self._serve_agreed()
             while (requests := self._round(_NOTHING)) != [_NOTHING]:
                 if not is_found:
                     self.find()
@@ -290,8 +315,30 @@ class Shards(Whole):
                 for request in requests:
                     self._serve(request)
 
-    def _round(self, own: Request) -> list[Request]:
-        """Say what this process requests; return what all request, each request once."""
+    def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
+        """Yield batches, or what was kept of them, and note where the requests of one begin.
+
+        Args:
+            items: The batches.
+            task: What is done with them: requests are expected to be those of the same task.
+        """
+
+        def begun(item: T) -> T:
+            self.forget()  # what was gathered last is requested again on each batch
+            columns = next(chain(self._vectors.values(), self._sums.values()), ())
+            self._schedule.begin((task, len(columns)))
+            return item
+
+        return map(begun, items)
+
+    def _round(self, own: Request, expected: tuple[Request, ...] = ()) -> list[Request]:
+        """Say what this process requests; return what all request, each request once.
+
+        Args:
+            own: The request.
+            expected: The requests that will follow, if they are known. If all processes request and
+                expect the same, these are agreed.
+        """
         if self.size == 1:
             return [own]
         if not self.is_open:
@@ -300,9 +347,13 @@ class Shards(Whole):
                 "evaluate theirs. Report this as a bug."
             )
         kind = {"dtype": torch.int64, "device": self._device}
-        every = torch.empty(self.size * len(own), **kind)
-        all_gather(every, torch.tensor(own, **kind), self.group)
-        return sorted({Request(*numbers) for numbers in every.view(self.size, -1).tolist()})
+        numbers = torch.tensor((*own, hash(expected)), **kind)  # of integers: the same everywhere
+        every = numbers.new_empty(self.size * len(numbers))
+        all_gather(every, numbers, self.group)
+        every = {tuple(x) for x in every.view(self.size, -1).tolist()}
+        if len(every) == 1:
+            self._agreed.extend(expected)
+        return sorted({Request(*x[:-1]) for x in every})
 
     def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
         """Return what this process requests, see ``_serve``.
@@ -315,16 +366,41 @@ class Shards(Whole):
         memory = self._memory(own)
         if tensor is not None:
             memory[: len(tensor)], memory[len(tensor) :] = tensor, 0
-        for request in self._round(own):
+        expected = self._schedule.next(own)
+        self._serve_agreed(until=own)
+        if self._agreed:
+            found = self._serve(own, memory)
+            self._agreed.popleft()
+            self._begin_next()
+            return found
+        for request in self._round(own, expected):
             if request == own:
                 found = self._serve(request, memory)
             else:
                 self._serve(request)
+        self._begin_next()
         return found
+
+    def _serve_agreed(self, until: Request | None = None) -> None:
+        """Serve what other processes request as agreed, up to a request of this process."""
+        while self._agreed and self._agreed[0] != until:
+            self._serve(self._agreed[0])
+            self._agreed.popleft()
+
+    def _begin_next(self) -> None:
+        """Begin to gather the parameter that is agreed next, while this process computes."""
+        if self._agreed and self._agreed[0].kind == Kind.PARAMETER:
+            memory = self._memory(self._agreed[0])
+            self._ahead = memory, self._begin(self._agreed[0].number, memory)
+
+    def _begin(self, number: int, memory: Tensor) -> Any:
+        return begin_gather(memory, self._tensors[number].to_local(), self.group)
 
     def _memory(self, request: Request) -> Tensor:
         """Return memory for a whole parameter, or for whole columns ``[*shape, k]``."""
         kind, number, first, stop = request
+        if self._ahead is not None and self._agreed[0] == request:
+            return self._ahead[0]
         if kind == Kind.PARAMETER:
             parameter = self._tensors[number]
             return empty_whole(parameter.to_local(), len(parameter), self.group)
@@ -346,7 +422,10 @@ class Shards(Whole):
         is_mine = memory is not None
         memory = self._memory(request) if memory is None else memory
         if kind == Kind.PARAMETER:
-            return gather_parts(memory, self._tensors[number].to_local(), self.group)
+            work = self._begin(number, memory) if self._ahead is None else self._ahead[1]
+            self._ahead = None
+            work.wait()
+            return memory
         name, parameter = list(self.params.items())[number]
         local = parameter.to_local()
         # the axis of columns is the last one here
@@ -378,11 +457,14 @@ class Shards(Whole):
         tables = (tensor_tables(module)[0] for module in modules_of([self._module]))
         present = {id(x): x for table in tables for x in dict.values(table) if x is not None}
         self._tensors = list(present.values())
+        before = list(self._numbers.values())
         self._numbers = {
             id(x): number
             for number, x in enumerate(self._tensors)
             if isinstance(x, distributed_tensors())
         }
+        if list(self._numbers.values()) != before:
+            self._schedule = Schedule()
 
     def parts(self) -> list[Tensor]:
         """Return the parts of all sharded parameters that this process has."""

@@ -1,5 +1,6 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -8,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ from curvlinops import ParameterSpace
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.autograd_graph import output_shape
+from curvlinops.team.schedule import Schedule
 from curvlinops.team.shards import Kind, Request, Shards
 
 CHECKS, check = registry()
@@ -887,6 +890,165 @@ def errors_of_memory() -> None:
         assert error(joined(own, G @ v), expected) <= 1e-15
 
 
+# --- schedules ------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Two experts, each of which is evaluated if a sample needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 4) for _ in range(2))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 4)
+        for number, expert in enumerate(self.experts):
+            is_its = (x[:, :1] > 0) == number
+            if is_its.any():
+                out = out + expert(x).tanh() * is_its
+        return self.head(out)
+
+
+class Checkpointed(Routed):
+    """Gathers parameters again in the backward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Repeated(nn.Module):
+    """A process evaluates it another number of times, on one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed = Routed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(rank() == 1 and len(x) == 3)):
+            self.routed(x)
+        return self.routed(x)
+
+
+def routed(*experts: str, sizes: Any = (2,)) -> list:
+    """Batches of this process, given which expert each takes: on all processes, or on each."""
+    own, generator = experts[rank() % len(experts)], torch.Generator().manual_seed(rank())
+    data = []
+    for expert, size in zip(own, itertools.cycle(sizes), strict=False):
+        X = torch.randn(size, 3, generator=generator).double()
+        X[:, 0] = int(expert) - 0.5
+        data.append((X, torch.randint(3, (size,), generator=generator)))
+    return data
+
+
+#: Models, data, and options of this process. Schedules are followed from the third batch.
+SCHEDULES: dict[str, Callable[[], tuple]] = {
+    "the same": lambda: (Routed, routed("00000")),
+    "checkpoints": lambda: (Checkpointed, routed("00000")),
+    "more batches": lambda: (Routed, routed("000", "00000")),
+    "one without data": lambda: (Routed, routed("00000", "00", sizes=(2 if rank() else 0,))),
+    "other experts on some batches": lambda: (Routed, routed("00010001100")),
+    "other experts on one process": lambda: (Routed, routed("00000000", "00010001")),
+    "other experts by process": lambda: (Routed, routed("00000", "11111")),
+    "other evaluations": lambda: (Repeated, routed("000000", sizes=(2, 2, 2, 3))),
+    "other columns": lambda: (Routed, routed("00000"), {"chunk_size": 1 + rank()}),
+    "other graphs are kept": lambda: (Routed, routed("00000"), {"cache": ("auto", "none")[rank()]}),
+}
+
+
+@contextmanager
+def changed(**changes: Callable) -> Iterator[None]:
+    """Call functions before methods of shards."""
+
+    def both(before: Callable, method: Callable) -> Callable:
+        def call(self: Shards, *args: Any) -> Any:
+            before(*args)
+            return method(self, *args)
+
+        return call
+
+    replacements = {name: both(f, getattr(Shards, name)) for name, f in changes.items()}
+    with mock.patch.multiple(Shards, **replacements):
+        yield
+
+
+def in_rounds() -> Any:
+    """Let nothing be expected."""
+    return mock.patch.object(Schedule, "next", lambda self, request: ())
+
+
+def results(A: Any, v: dict[str, Tensor]) -> list[Tensor]:
+    """The parts of the gradient and of products that a process has, fresh and of kept graphs."""
+    found = [A @ v, A.gradient_and_loss()[0], A @ v]
+    with A.linearized():
+        found += [A @ v for _ in range(3)]
+    return [torch.cat([x.to_local().flatten() for x in tree_leaves(x)]) for x in found]
+
+
+@check()
+def schedules() -> None:
+    """They have the numbers of rounds, also where processes depart from them, or are late."""
+    for name, make in SCHEDULES.items():
+        model, data, *options = make()
+        own = sharded(small(model), data)
+        A = ALL["hessian"].build(own, process_group=group(), **dict(*options))
+        v = spread(own, vector(A, 2))
+        with in_rounds():
+            expected = results(A, v)
+        times = itertools.cycle([0.001, *[0] * (3 + rank())])
+        with changed(_ask=lambda *_, times=times: time.sleep(next(times))):
+            found = results(A, v)
+        # sums of processes that are not in step are added in another order
+        tolerance = 0 if name in ("the same", "checkpoints", "more batches") else 1e-14
+        for x, y in zip(found, expected, strict=True):
+            assert error(x, y) <= tolerance, name
+
+
+@check(2, 3)
+def rounds_of_schedules() -> None:
+    """One for each batch from the third one, and those in which processes wait for each other."""
+    own, num_batches = sharded(small(Routed), routed("0000")), 4
+    rounds: list = []
+    for case in ("hessian", "ggn"):
+        A = ALL[case].build(own, process_group=group())
+        v = spread(own, torch.ones(A.shape[1]).double())
+        for use in (lambda A=A, v=v: A @ v, A.gradient_and_loss):
+            for number in range(3):
+                rounds.clear()
+                with changed(_round=lambda own, *_: rounds.append(own)):
+                    use()
+                requests = [x for x in rounds if x.kind != Kind.NOTHING]
+                assert (len(requests) == num_batches) == (number > 0), (case, len(requests))
+                assert number == 0 or len(rounds) <= num_batches + 2
+
+
+@check()
+def errors_at_every_request() -> None:
+    """Of one process, in rounds and while all follow a schedule: the others do not wait for it."""
+    own = sharded(small(Checkpointed), routed("00"))
+    requests, kind = itertools.count(), KeyError
+
+    def fail_once(*_: Any) -> None:
+        if next(requests) == 0 and rank() == 1:
+            raise kind("here")
+
+    for case, is_kept in (("ggn", False), ("hessian", True)):
+        A = ALL[case].build(own, process_group=group())
+        v = spread(own, torch.ones(A.shape[1]).double())
+        with A.linearized() if is_kept else contextlib.nullcontext():
+            expected = [joined(own, A @ v) for _ in range(2)][-1]
+            requests = itertools.count(1)
+            with changed(_ask=fail_once):
+                A @ v
+            for failing in range(next(requests) - 1):
+                kind = (KeyError, KeyboardInterrupt)[failing % 2]
+                requests = itertools.count(-failing)
+                with changed(_ask=fail_once), fails(kind, "here", on=1):
+                    A @ v
+                # in rounds, after which there is a schedule
+                assert error(joined(own, A @ v), expected) <= 1e-14, (case, failing)
+
+
 class Ending(nn.Module):
     """Ends one process, when asked to."""
 
@@ -945,6 +1107,13 @@ class FullTensors(TorchDispatchMode):
     def _forget(self) -> None:
         self.alive -= 1
 
+    def left(self) -> int:
+        """The number of tensors that are alive, once the other thread has freed its own."""
+        for _ in range(500):
+            if self.alive:
+                time.sleep(0.01)
+        return self.alive
+
 
 class Deep(nn.Module):
     """Layers that use their weights directly, transposed, and as tables of positions."""
@@ -983,10 +1152,11 @@ def few_parameters_are_in_memory() -> None:
             A = ALL[case].build(own, process_group=group())
             v = spread(own, torch.ones(A.shape[1]).double())
             for product in (lambda A=A, v=v: A @ v, A.gradient_and_loss):
-                with FullTensors(40 * 40 * 8) as full:
-                    product()
-                assert 0 < full.most <= limit, (case, full.most)
-                assert full.alive == 0
+                for _ in range(3):  # in the end by a schedule
+                    with FullTensors(40 * 40 * 8) as full:
+                        product()
+                    assert 0 < full.most <= limit, (case, full.most)
+                    assert full.left() == 0
     p = small(Deep, (4, 2, 3, 3))  # gradients of one sample would count
     own = sharded(p)
     options = {"process_group": group(), "max_factor_size": 8, "fallback": "diagonal"}
