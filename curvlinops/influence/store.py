@@ -16,10 +16,12 @@ from curvlinops.influence.projection import (
     project,
     random_projections,
 )
+from curvlinops.influence.scores import check_gradients
 from curvlinops.operators import scores as score_files
 from curvlinops.operators.identity import Identity, check_model, check_same, computed_numbers
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 from curvlinops.support.digest import checksum
@@ -140,11 +142,7 @@ class GradientStore:
                 product; if parameters are sharded.
             OSError: If files cannot be written.
         """
-        if not isinstance(rows, PerSampleGradientLinearOperator):
-            raise TypeError(
-                "rows must be a PerSampleGradientLinearOperator on the training data, got "
-                f"{type(rows).__name__}."
-            )
+        check_gradients(rows)
         rank, seed = check_count("rank", rank), check_count("seed", seed, at_least=0)
         structure, path = _structure(rows, basis), Path(directory)
         identity = rows._identity({"rank": rank} | _numbers_of(structure, seed))
@@ -180,7 +178,7 @@ class GradientStore:
                 new.clear()
 
         try:
-            for chosen, found in _projected(rows, projections, done, like):
+            for chosen, found in _projected(rows, projections, like, done):
                 new.append((chosen.cpu(), found.cpu()))
                 is_large = sum(x.nbytes for _, x in new) >= _BYTES
                 if is_large or monotonic() - written >= score_files.SECONDS:
@@ -192,8 +190,10 @@ class GradientStore:
     # --- queries
 
     @in_default_modes
-    def scores(self, queries: PerSampleGradientLinearOperator, damping: float) -> Tensor:
-        """Return the influence scores ``g_n^T P (C + damping I)^-1 P^T g_q``, ``[N, K]``.
+    def scores(
+        self, queries: PerSampleGradientLinearOperator, relative_damping: float = 0.1
+    ) -> Tensor:
+        """Return the influence scores ``g_n^T P (C + d I)^-1 P^T g_q``, ``[N, K]``.
 
         C has the eigenvalues of ``basis`` for the kept eigenvectors. Without a basis it is the mean
         of ``P^T g_n g_n^T P`` over the samples, for each parameter alone; this takes a second pass
@@ -202,23 +202,22 @@ class GradientStore:
         Args:
             queries: The gradients of K queries, on the same model and parameters. Their loss may be
                 another one.
-            damping: A number that is added to the eigenvalues, such as
-                ``0.1 * store.mean_eigenvalue``.
+            relative_damping: The damping d, relative to the mean eigenvalue of the whole basis, or
+                without one to that of C.
 
         Raises:
             ValueError: If the queries have another model or other parameters; if the damped matrix
                 is not positive definite; if gradients are missing.
         """
-        damping = check_number("damping", damping, at_least=0.0)
+        relative = check_number("relative_damping", relative_damping, at_least=0.0)
         check_model(f"directory {self._directory}", self._identity, queries)
         projections, like = self._projections_on(queries), queries.domain.empty(0)[:0]
         out = like.new_zeros(self.num_rows, queries.shape[0])
         vectors = like.new_zeros(queries.shape[0], sum(x.size for x in projections))
-        none = torch.zeros(queries.shape[0], dtype=torch.bool, device=like.device)
-        for chosen, found in _projected(queries, projections, none, like):
+        for chosen, found in _projected(queries, projections, like):
             vectors[chosen] = found[:, :-1]
         if self.num_rows:
-            vectors = self._preconditioned(vectors, damping)
+            vectors = self._preconditioned(vectors, relative)
         for part in self._all_parts():
             out[part.rows.to(out.device)] = part.gradients.to(vectors) @ vectors.T
         return out
@@ -232,26 +231,20 @@ class GradientStore:
             kept[part.rows] = ratios.where(part.norms > 0, 1.0).double()
         return kept
 
-    @property
-    def mean_eigenvalue(self) -> float:
-        """The mean eigenvalue of the basis; without one, that of C, see ``scores``."""
-        if self._stored.mean_eigenvalue is not None:
-            return self._stored.mean_eigenvalue
-        squares = sum(float(part.gradients.double().square().sum()) for part in self._all_parts())
-        return squares / max(self.num_rows * sum(x.size for x in self.projections), 1)
-
-    def _preconditioned(self, vectors: Tensor, damping: float) -> Tensor:
+    def _preconditioned(self, vectors: Tensor, relative_damping: float) -> Tensor:
         """Multiply projected gradients of queries by the damped inverse."""
         if self._stored.mean_eigenvalue is not None:
+            damping = relative_damping * self._stored.mean_eigenvalue
             values = torch.cat([x.eigenvalues.flatten() for x in self.projections]).to(vectors)
             if not bool((values + damping > 0).all()):
-                raise ValueError("The basis has eigenvalues of zero: choose a larger damping.")
+                raise ValueError("The basis is singular: choose a larger relative_damping.")
             return vectors / (values + damping)
         sizes, moments = [x.size for x in self.projections], None
         for part in self._all_parts():
             pieces = part.gradients.to(vectors).split(sizes, dim=1)
             squares = [x.T @ x / self.num_rows for x in pieces]
             moments = squares if moments is None else [*map(torch.add, moments, squares)]
+        damping = relative_damping * sum(float(C.trace()) for C in moments) / sum(sizes)
         out = []
         for C, some in zip(moments, vectors.split(sizes, dim=1), strict=True):
             C = C.double()
@@ -260,7 +253,7 @@ class GradientStore:
             if bool(failed):
                 raise ValueError(
                     "The mean of the projected gradients' outer products is singular: choose a "
-                    "larger damping, such as 0.1 * store.mean_eigenvalue."
+                    "larger relative_damping, such as 0.1."
                 )
             out.append(torch.cholesky_solve(some.double().T, root).T.to(vectors))
         return torch.cat(out, dim=1)
@@ -337,25 +330,21 @@ def _projections_in(directory: Path, identity: Identity | None) -> StoredProject
 
 
 def _projected(
-    rows: PerSampleGradientLinearOperator, projections: Projections, done: Tensor, like: Tensor
+    rows: PerSampleGradientLinearOperator,
+    projections: Projections,
+    like: Tensor,
+    done: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield which rows those of each batch are, and their projections, see ``project``."""
-    batches = rows._by_batch(
-        "projected gradients",
-        done,
-        lambda problem: project(rows._rows_of(problem), projections, like),
-    )
-    for _, batch_rows, found in batches:
-        chosen, own = rows._chosen_of(batch_rows)
-        found = found if own is None else found[own]
-        rows._check(found)
-        yield chosen, found
+
+    def of(problem: BatchProblem) -> Tensor:
+        return project(rows._rows_of(problem), projections, like)
+
+    return ((chosen, found) for _, chosen, found in rows._by_batch("projections", of, done))
 
 
 def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
     """Return the block-diagonal matrix of a basis, ``None`` for a random one."""
-    if rows.risk.model.shards:
-        raise ValueError("Gradients of sharded parameters cannot be stored: gather these first.")
     if basis is None:
         return None
     structure = getattr(basis, "structure", basis)
