@@ -1,5 +1,17 @@
 """What is composed of gradients of samples and their curvature. Nothing below imports this room."""
 
+from curvlinops.influence.scores import (
+    preconditioned,
+    score_batches,
+    self_scores,
+    top_scores,
+)
 from curvlinops.influence.store import GradientStore
 
-__all__ = ["GradientStore"]
+__all__ = [
+    "GradientStore",
+    "preconditioned",
+    "score_batches",
+    "self_scores",
+    "top_scores",
+]

@@ -1,7 +1,8 @@
-"""Projections of gradients, one matrix at a time: ``P_B^T G P_A``, with few columns P_B and P_A."""
+"""Projections of gradients, one matrix at a time: sums of ``P_B^T G P_A`` with few columns."""
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from math import isqrt, prod
 
 import torch
@@ -19,6 +20,9 @@ from curvlinops.structured.layout import Layout, ParameterView
 from curvlinops.support.rng import seeded
 from curvlinops.support.serialization import recorded
 
+#: The root of a damped inverse is a sum of so many Kronecker products.
+_TERMS = 8
+
 
 @recorded
 @dataclass(frozen=True)
@@ -28,23 +32,21 @@ class Projection:
     Attributes:
         views: The matrices' sides, such as weight and bias, from left to right.
         shape: G, O and I.
-        outputs: P_B, orthonormal columns ``[G, O, p]``; ``None`` for the identity.
-        inputs: P_A, ``[G, I, q]``; ``None`` for the identity.
-        eigenvalues: The curvature's eigenvalues, ``[G, p, q]``, if columns are eigenvectors.
+        outputs: P_B of K terms, which are added up, ``[K, G, O, p]``; ``None`` for the identity.
+        inputs: P_A, ``[K, G, I, q]``; ``None`` for the identity.
     """
 
     views: tuple[ParameterView, ...]
     shape: tuple[int, int, int]
     outputs: Tensor | None
     inputs: Tensor | None
-    eigenvalues: Tensor | None = None
 
     @cached_property
     def size(self) -> int:
         """The number of entries of a projected gradient."""
         groups, *sizes = self.shape
-        kept = (n if P is None else P.shape[2] for n, P in zip(sizes, self.columns, strict=True))
-        return groups * prod(kept)
+        ends = (n if P is None else P.shape[3] for n, P in zip(sizes, self.columns, strict=True))
+        return groups * prod(ends)
 
     @property
     def columns(self) -> tuple[Tensor | None, Tensor | None]:
@@ -55,13 +57,12 @@ class Projection:
         """Return what the gradients of a parameter add to projected ones, ``[V, N, size]``."""
         groups, num_outputs, _ = self.shape
         sizes = [view.size // (groups * num_outputs) for view in self.views]
-        pieces = [self.inputs] if self.inputs is None else self.inputs.split(sizes, dim=1)
+        pieces = [None] if self.inputs is None else self.inputs.split(sizes, dim=2)
         return total(
-            gradient.projected(
-                KroneckerShape(groups, num_outputs, size, view), self.outputs, inputs
-            ).flatten(2)
+            gradient.projected(KroneckerShape(groups, num_outputs, size, view), B, A).flatten(2)
             for view, size, inputs in zip(self.views, sizes, pieces, strict=True)
             if view.name == name
+            for B, A in zip_longest(*([None] if P is None else P for P in (self.outputs, inputs)))
         )
 
 
@@ -69,7 +70,7 @@ Projections = tuple[Projection, ...]
 
 
 def project(rows: SampleRows, projections: Projections, like: Tensor) -> Tensor:
-    """Return the projected rows of a batch, and their squared norms as the last column.
+    """Return the projected rows of a batch.
 
     Args:
         rows: The rows.
@@ -77,14 +78,13 @@ def project(rows: SampleRows, projections: Projections, like: Tensor) -> Tensor:
         like: A tensor of the result's dtype and device.
     """
     sizes = [projection.size for projection in projections]
-    out = like.new_zeros(rows.num_rows, sum(sizes) + 1)
+    out = like.new_zeros(rows.num_rows, sum(sizes))
     for pieces, view in rows.gradients:
         for samples, gradients in pieces:
             for name in list(gradients):  # they are freed on the way
                 gradient = gradients.pop(name).to(like.dtype)
-                *columns, squares = view(out)[:, samples].split([*sizes, 1], dim=2)
-                squares += gradient.squared_norms().unsqueeze(2)
-                for projection, part in zip(projections, columns, strict=True):
+                parts = view(out)[:, samples].split(sizes, dim=2)
+                for projection, part in zip(projections, parts, strict=True):
                     if any(x.name == name for x in projection.views):
                         part += projection.of(name, gradient)
     return out
@@ -101,8 +101,8 @@ def random_projections(space: ParameterSpace, rank: int, seed: int) -> Projectio
     def columns(size: int, number: int) -> Tensor | None:
         if size <= number:
             return None
-        normal = torch.randn(size, number, generator=generator, dtype=torch.float64, device="cpu")
-        return torch.linalg.qr(normal).Q.to(space.device, space.dtype).unsqueeze(0)
+        P = _orthonormal(size, number, generator)
+        return P.to(space.device, space.dtype).view(1, 1, size, number)
 
     for name, shape in space.shapes.items():
         outputs, inputs = shape[0] if shape else 1, prod(shape[1:])
@@ -116,47 +116,65 @@ def random_projections(space: ParameterSpace, rank: int, seed: int) -> Projectio
     return tuple(found)
 
 
-def eigen_projections(structure: BlockDiagonalLinearOperator, rank: int) -> Projections:
-    """Return projections of each block to the leading eigenvectors of its factors.
+def preconditioned_projections(
+    structure: BlockDiagonalLinearOperator, rank: int, damping: float, seed: int
+) -> Projections:
+    """Return random projections of each block's ``(F + damping I)^(-1/2) G``.
 
-    Eigenvectors of a factor are ordered by the mean eigenvalue of the block's eigenvectors that are
-    made of them. Blocks of one factor, of which there is no second one, keep ``rank ** 2``.
+    The mean of inner products over the seeds is that of ``(F + damping I)^-1``. Blocks of one
+    factor, of which there is no second one, keep ``rank ** 2`` numbers.
     """
-    pairs = zip(structure, structure.layouts, strict=True)
-    return tuple(_of_block(block, layout, rank) for block, layout in pairs)
+    pairs, generator = zip(structure, structure.layouts, strict=True), seeded("cpu", seed)
+    return tuple(_of_block(block, layout, rank, damping, generator) for block, layout in pairs)
 
 
-def _of_block(block: object, layout: Layout, rank: int) -> Projection:
+def _of_block(
+    block: object, layout: Layout, rank: int, damping: float, generator: torch.Generator
+) -> Projection:
     with about(sorted(layout.names)):
         decomposed = block.eigh()
         B, A = _factors(decomposed.eigenvectors)
+        values = decomposed.eigenvalues.double() + damping
+        if not bool((values > 0).all()):
+            raise ValueError("Its eigenvalues are not positive: choose a larger relative_damping.")
     groups = max(B.groups, 1 if A is None else A.groups)
     shape = groups, B.rows, 1 if A is None else A.rows
-    values = decomposed.eigenvalues.reshape(shape)
-    number = rank if A is not None else max(rank**2 // groups, 1)
-    outputs, order = _leading(B, values.mean(2), number)
-    kept = values.take_along_dim(order.unsqueeze(2), 1)
-    if A is None:
-        return Projection(layout.views, shape, outputs, None, kept)
-    inputs, order = _leading(A, values.mean(1), rank)
-    if len(layout.views) > 1 and inputs is None:
-        inputs = torch.eye(shape[2], dtype=values.dtype, device=values.device).unsqueeze(0)
-    return Projection(
-        layout.views, shape, outputs, inputs, kept.take_along_dim(order.unsqueeze(1), 2)
-    )
+    limits = (max(rank**2 // groups, 1), 1) if A is None else (rank, rank)
+    is_whole = shape[1] <= limits[0] and shape[2] <= limits[1]
+    number = min(shape[1:]) if is_whole else _TERMS
+    left, right = _terms(values.rsqrt().reshape(shape), number)
+    outputs = _columns(B, left, limits[0], generator)
+    inputs = None if A is None else _columns(A, right, limits[1], generator)
+    return Projection(layout.views, shape, outputs, inputs)
 
 
-def _leading(vectors: Factor, values: Tensor, number: int) -> tuple[Tensor | None, Tensor]:
-    """Return columns of a factor's eigenvectors with the largest values ``[G, n]``, and which."""
-    number = min(number, values.shape[1])
-    order = values.topk(number, dim=1).indices
-    if vectors.is_diagonal:
-        if number == values.shape[1]:
-            order = torch.arange(number, device=values.device).expand(len(values), -1)
-            return None, order
-        one_hot = torch.nn.functional.one_hot(order, values.shape[1])
-        return one_hot.mT.to(values.dtype).contiguous(), order
-    return vectors.tensor.take_along_dim(order.unsqueeze(1), 2), order
+def _terms(matrices: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return a and b, ``[K, G, O]`` and ``[K, G, I]``, with outer products that add up to matrices.
+
+    There are at most ``number``: the leading singular vectors, by the smaller Gram matrix.
+    """
+    is_wide = matrices.shape[1] < matrices.shape[2]
+    tall = matrices.mT if is_wide else matrices
+    short = torch.linalg.eigh(tall.mT @ tall).eigenvectors[..., -number:]
+    both = (tall @ short).movedim(2, 0), short.movedim(2, 0)
+    return both[::-1] if is_wide else both
+
+
+def _columns(vectors: Factor, scales: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Return scaled eigenvectors, or ``number`` random columns of their span, ``[K, G, n, p]``."""
+    size, like = scales.shape[2], vectors.tensor
+    if size <= number:
+        mixed = torch.eye(size, dtype=torch.float64, device=scales.device)
+    else:
+        mixed = _orthonormal(size, number, generator).to(scales.device) * (size / number) ** 0.5
+    columns = (scales.unsqueeze(3) * mixed).to(like.dtype)
+    return columns if vectors.is_diagonal else like @ columns
+
+
+def _orthonormal(size: int, number: int, generator: torch.Generator) -> Tensor:
+    """Return random orthonormal columns, ``[size, number]``."""
+    normal = torch.randn(size, number, generator=generator, dtype=torch.float64, device="cpu")
+    return torch.linalg.qr(normal).Q
 
 
 def _factors(vectors: object) -> tuple[Factor, Factor | None]:

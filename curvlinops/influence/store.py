@@ -12,14 +12,16 @@ from torch import Tensor
 from curvlinops.influence.projection import (
     Projection,
     Projections,
-    eigen_projections,
+    preconditioned_projections,
     project,
     random_projections,
 )
+from curvlinops.influence.scores import check_gradients
 from curvlinops.operators import scores as score_files
 from curvlinops.operators.identity import Identity, check_model, check_same, computed_numbers
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 from curvlinops.support.digest import checksum
@@ -34,7 +36,7 @@ from curvlinops.support.serialization import (
 from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of files. It changes when older ones cannot be read any more.
-_FORMAT = "gradients 1"
+_FORMAT = "gradients 2"
 #: What waits in memory for its file has at most so many bytes, besides those of one batch.
 _BYTES = 2**28
 #: The beginning of the name of the file that is read before others.
@@ -49,12 +51,12 @@ class StoredProjections(NamedTuple):
     Attributes:
         identity: What they belong to, as JSON.
         projections: The projections.
-        mean_eigenvalue: The mean of all eigenvalues of the curvature, if that is given.
+        relative_damping: The damping, ``None`` if the projections have a basis's damped inverse.
     """
 
     identity: str
     projections: Projections
-    mean_eigenvalue: float | None
+    relative_damping: float | None
 
 
 @recorded
@@ -65,20 +67,17 @@ class StoredGradients(NamedTuple):
         identity: What they belong to, as JSON, and the checksum of the projections.
         rows: Which of all rows they are, ``[n]``.
         gradients: The projected gradients, ``[n, R]``.
-        norms: The norms of the whole gradients, ``[n]``.
     """
 
     identity: str
     rows: Tensor
     gradients: Tensor
-    norms: Tensor
 
 
 class GradientStore:
     """Projected gradients of the N training samples, in a directory that ``write`` has filled.
 
-    Scores need neither the training data nor the curvature. They are those of the gradients'
-    components in a subspace, layer by layer, with the inverse of the curvature inside of it.
+    Scores need neither the training data nor the curvature: they are inner products of projections.
 
     Args:
         directory: The directory.
@@ -111,12 +110,15 @@ class GradientStore:
         directory: str | Path,
         rank: int = 32,
         basis: KroneckerFactoredLinearOperator | BlockDiagonalLinearOperator | None = None,
+        relative_damping: float = 0.1,
         seed: int = 0,
     ) -> "GradientStore":
         """Project the gradients of samples, and write them to a directory.
 
         A layer's gradient, ``sum_s g_s x_s^T`` with inputs x and output gradients g, becomes
         ``sum_s (P_B^T g_s) (P_A^T x_s)^T``, with at most ``rank ** 2`` numbers, and is not formed.
+        With a basis it is multiplied by the root of the damped inverse before, as a sum of eight
+        Kronecker products, and the mean of scores over the seeds is that of the damped inverse.
         All parameters take part. Those of normalization layers, and biases that have a block of
         their own, keep at most ``rank ** 2`` numbers, too. It takes one pass over the data. If a
         run is killed, the same call continues it: what is there is not computed again.
@@ -127,9 +129,10 @@ class GradientStore:
                 options, model, loss and first batch, which are compared by numbers.
             rank: The number of columns of P_B and P_A. Smaller layers are kept whole.
             basis: KFAC or EKFAC, or what ``write_factors`` and ``load`` return, on the same
-                parameters: columns are the leading eigenvectors of its factors, and its eigenvalues
-                are kept for scores. Default: columns are random and orthonormal.
-            seed: Seeds random columns.
+                parameters. Default: the mean of the projected gradients' outer products, for each
+                parameter alone.
+            relative_damping: The damping, relative to the mean eigenvalue. Scores have it, too.
+            seed: Seeds the random columns.
 
         Returns:
             The store.
@@ -140,22 +143,20 @@ class GradientStore:
                 product; if parameters are sharded.
             OSError: If files cannot be written.
         """
-        if not isinstance(rows, PerSampleGradientLinearOperator):
-            raise TypeError(
-                "rows must be a PerSampleGradientLinearOperator on the training data, got "
-                f"{type(rows).__name__}."
-            )
+        check_gradients(rows)
         rank, seed = check_count("rank", rank), check_count("seed", seed, at_least=0)
+        relative = check_number("relative_damping", relative_damping, at_least=0.0)
         structure, path = _structure(rows, basis), Path(directory)
-        identity = rows._identity({"rank": rank} | _numbers_of(structure, seed))
+        options = {"rank": rank, "relative_damping": relative, "seed": seed}
+        identity = rows._identity(options | _numbers_of(structure))
         stored = _projections_in(path, identity)
         if stored is None:
             if structure is None:
-                found, mean = random_projections(rows.domain, rank, seed), None
+                found, later = random_projections(rows.domain, rank, seed), relative
             else:
-                mean = float(structure.trace()) / structure.shape[0]
-                found = eigen_projections(structure, rank)
-            stored = StoredProjections(json.dumps(identity), found, mean)
+                damping = relative * float(structure.trace()) / structure.shape[0]
+                found, later = preconditioned_projections(structure, rank, damping, seed), None
+            stored = StoredProjections(json.dumps(identity), found, later)
             write_part(to_state(stored, _FORMAT), path, _FIRST)
         store = cls(path)
         store._fill(rows)
@@ -174,13 +175,12 @@ class GradientStore:
         def write() -> None:
             if new:
                 places, found = (torch.cat(x) for x in zip(*new, strict=True))
-                norms = found[:, -1].clamp(min=0).sqrt()
-                part = StoredGradients(json.dumps(identity), places, found[:, :-1], norms)
+                part = StoredGradients(json.dumps(identity), places, found)
                 write_part(to_state(part, _FORMAT), self._directory)
                 new.clear()
 
         try:
-            for chosen, found in _projected(rows, projections, done, like):
+            for chosen, found in _projected(rows, projections, like, done):
                 new.append((chosen.cpu(), found.cpu()))
                 is_large = sum(x.nbytes for _, x in new) >= _BYTES
                 if is_large or monotonic() - written >= score_files.SECONDS:
@@ -192,66 +192,41 @@ class GradientStore:
     # --- queries
 
     @in_default_modes
-    def scores(self, queries: PerSampleGradientLinearOperator, damping: float) -> Tensor:
-        """Return the influence scores ``g_n^T P (C + damping I)^-1 P^T g_q``, ``[N, K]``.
+    def scores(self, queries: PerSampleGradientLinearOperator) -> Tensor:
+        """Return the influence scores of all samples, ``[N, K]``.
 
-        C has the eigenvalues of ``basis`` for the kept eigenvectors. Without a basis it is the mean
-        of ``P^T g_n g_n^T P`` over the samples, for each parameter alone; this takes a second pass
-        over the directory.
+        They are inner products of the projections of samples and queries. Without a basis, there is
+        ``(C + d I)^-1`` between these, with the mean C of the projected gradients' outer products,
+        for each parameter alone; this takes a second pass over the directory.
 
         Args:
             queries: The gradients of K queries, on the same model and parameters. Their loss may be
                 another one.
-            damping: A number that is added to the eigenvalues, such as
-                ``0.1 * store.mean_eigenvalue``.
 
         Raises:
-            ValueError: If the queries have another model or other parameters; if the damped matrix
-                is not positive definite; if gradients are missing.
+            ValueError: If the queries have another model or other parameters; if C is singular
+                without damping; if gradients are missing.
         """
-        damping = check_number("damping", damping, at_least=0.0)
         check_model(f"directory {self._directory}", self._identity, queries)
         projections, like = self._projections_on(queries), queries.domain.empty(0)[:0]
         out = like.new_zeros(self.num_rows, queries.shape[0])
         vectors = like.new_zeros(queries.shape[0], sum(x.size for x in projections))
-        none = torch.zeros(queries.shape[0], dtype=torch.bool, device=like.device)
-        for chosen, found in _projected(queries, projections, none, like):
-            vectors[chosen] = found[:, :-1]
-        if self.num_rows:
-            vectors = self._preconditioned(vectors, damping)
+        for chosen, found in _projected(queries, projections, like):
+            vectors[chosen] = found
+        if self._stored.relative_damping is not None and self.num_rows:
+            vectors = self._preconditioned(vectors, self._stored.relative_damping)
         for part in self._all_parts():
             out[part.rows.to(out.device)] = part.gradients.to(vectors) @ vectors.T
         return out
 
-    @property
-    def kept(self) -> Tensor:
-        """The norm of each projected gradient, relative to that of the whole one, ``[N]``."""
-        kept = torch.ones(self.num_rows, dtype=torch.float64, device="cpu")
-        for part in self._all_parts():
-            ratios = torch.linalg.vector_norm(part.gradients, dim=1) / part.norms
-            kept[part.rows] = ratios.where(part.norms > 0, 1.0).double()
-        return kept
-
-    @property
-    def mean_eigenvalue(self) -> float:
-        """The mean eigenvalue of the basis; without one, that of C, see ``scores``."""
-        if self._stored.mean_eigenvalue is not None:
-            return self._stored.mean_eigenvalue
-        squares = sum(float(part.gradients.double().square().sum()) for part in self._all_parts())
-        return squares / max(self.num_rows * sum(x.size for x in self.projections), 1)
-
-    def _preconditioned(self, vectors: Tensor, damping: float) -> Tensor:
-        """Multiply projected gradients of queries by the damped inverse."""
-        if self._stored.mean_eigenvalue is not None:
-            values = torch.cat([x.eigenvalues.flatten() for x in self.projections]).to(vectors)
-            if not bool((values + damping > 0).all()):
-                raise ValueError("The basis has eigenvalues of zero: choose a larger damping.")
-            return vectors / (values + damping)
+    def _preconditioned(self, vectors: Tensor, relative_damping: float) -> Tensor:
+        """Multiply projected gradients of queries by the damped inverse of C."""
         sizes, moments = [x.size for x in self.projections], None
         for part in self._all_parts():
             pieces = part.gradients.to(vectors).split(sizes, dim=1)
             squares = [x.T @ x / self.num_rows for x in pieces]
             moments = squares if moments is None else [*map(torch.add, moments, squares)]
+        damping = relative_damping * sum(float(C.trace()) for C in moments) / sum(sizes)
         out = []
         for C, some in zip(moments, vectors.split(sizes, dim=1), strict=True):
             C = C.double()
@@ -259,8 +234,8 @@ class GradientStore:
             root, failed = torch.linalg.cholesky_ex(C)
             if bool(failed):
                 raise ValueError(
-                    "The mean of the projected gradients' outer products is singular: choose a "
-                    "larger damping, such as 0.1 * store.mean_eigenvalue."
+                    "The mean of the projected gradients' outer products is singular: write "
+                    "another store with a larger relative_damping, such as 0.1."
                 )
             out.append(torch.cholesky_solve(some.double().T, root).T.to(vectors))
         return torch.cat(out, dim=1)
@@ -283,13 +258,9 @@ class GradientStore:
                 check_same(source, json.loads(part.identity), identity, _REMEDY)
                 new = ~done[part.rows]
                 done[part.rows] = True
-                yield (
-                    part
-                    if new.all()
-                    else part._replace(
-                        rows=part.rows[new], gradients=part.gradients[new], norms=part.norms[new]
-                    )
-                )
+                if not new.all():
+                    part = part._replace(rows=part.rows[new], gradients=part.gradients[new])
+                yield part
 
     def _all_parts(self) -> Iterator[StoredGradients]:
         """Yield the gradients in all files.
@@ -337,25 +308,21 @@ def _projections_in(directory: Path, identity: Identity | None) -> StoredProject
 
 
 def _projected(
-    rows: PerSampleGradientLinearOperator, projections: Projections, done: Tensor, like: Tensor
+    rows: PerSampleGradientLinearOperator,
+    projections: Projections,
+    like: Tensor,
+    done: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield which rows those of each batch are, and their projections, see ``project``."""
-    batches = rows._by_batch(
-        "projected gradients",
-        done,
-        lambda problem: project(rows._rows_of(problem), projections, like),
-    )
-    for _, batch_rows, found in batches:
-        chosen, own = rows._chosen_of(batch_rows)
-        found = found if own is None else found[own]
-        rows._check(found)
-        yield chosen, found
+
+    def of(problem: BatchProblem) -> Tensor:
+        return project(rows._rows_of(problem), projections, like)
+
+    return ((chosen, found) for _, chosen, found in rows._by_batch("projections", of, done))
 
 
 def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
     """Return the block-diagonal matrix of a basis, ``None`` for a random one."""
-    if rows.risk.model.shards:
-        raise ValueError("Gradients of sharded parameters cannot be stored: gather these first.")
     if basis is None:
         return None
     structure = getattr(basis, "structure", basis)
@@ -369,9 +336,9 @@ def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
     return structure
 
 
-def _numbers_of(structure: BlockDiagonalLinearOperator | None, seed: int) -> dict[str, Any]:
+def _numbers_of(structure: BlockDiagonalLinearOperator | None) -> dict[str, Any]:
     """Return what tells bases apart; eigenvectors have signs that are not always the same."""
     if structure is None:
-        return {"basis": "random", "seed": seed}
+        return {"basis": "none"}
     numbers = [float(structure.frobenius_norm()), float(structure.trace())]
     return {"basis": computed_numbers(numbers, structure.torch_dtype)}

@@ -255,27 +255,39 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return self._vjp(columns, self._all, wanted)
 
     def _by_batch(
-        self, task: str, done: Tensor, of: Callable[[BatchProblem], Tensor]
-    ) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yield the number of each batch with rows, its rows, and what is computed of these.
+        self, task: str, of: Callable[[BatchProblem], Tensor], done: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each batch, its wanted rows, and what is computed of these.
 
         Args:
             task: What it is for.
-            done: Which wanted rows are known. Batches that have no others are left out.
             of: Returns something of a batch's rows, ``[M, *]``.
+            done: Which wanted rows are known. Batches that have no others are left out.
         """
+        slices = RowSlices(self._all.dim)
         with self._batches(task) as batches:
-            slices = RowSlices(self._all.dim)
             for number, problem in enumerate(slices.of(batches)):
-                if done.any():
-                    rows = slices.following(self._lengths[problem.batch.index])
-                    if bool(done[self._chosen_of(rows)[0]].all()):
-                        slices.next(rows.stop - rows.start)
-                        continue
-                found = of(problem)
-                rows = slices.next(len(found))
-                if len(found):
-                    yield number, rows, found
+                for found in self._of_batch(problem, slices, of, done):
+                    yield number, *found
+
+    def _of_batch(
+        self,
+        problem: BatchProblem,
+        slices: RowSlices,
+        of: Callable[[BatchProblem], Tensor],
+        done: Tensor | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the wanted rows of a batch and what is computed of them, if there are some."""
+        if done is not None and done.any():
+            rows = slices.following(self._lengths[problem.batch.index])
+            if bool(done[self._chosen_of(rows)[0]].all()):
+                slices.next(rows.stop - rows.start)
+                return []
+        found = of(problem)
+        chosen, own = self._chosen_of(slices.next(len(found)))
+        found = found if own is None else found[own]
+        self._check(found)
+        return [(chosen, found)] if len(chosen) else []
 
     # --- beyond products
 
@@ -333,23 +345,28 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         identity = None
         if out is not None:
             out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
-        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
         table = ScoreTable(self.shape[0], like, out, identity)
-
-        def products_of(problem: BatchProblem) -> Tensor:
-            if per_position:
-                return products_by_position(problem, vectors, type(self).__name__)
-            return products(self._rows_of(problem), vectors)
-
+        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
+        of = partial(self._scores_of, vectors, is_vector, per_position)
         with self.risk.adding.sharing({} if is_whole else columns), table:
-            for number, batch_rows, scores in self._by_batch("scores", table.done, products_of):
-                chosen, own = self._chosen_of(batch_rows)
-                scores = scores if own is None else scores[own]
-                scores = scores[..., 0] if is_vector else scores
-                self._check(scores)
-                table.add(chosen, scores, number)
+            for number, rows, scores in self._by_batch("scores", of, table.done):
+                table.add(rows, scores, number)
         found = empty if table.scores is None else table.scores
         return found.cpu().numpy() if isinstance(P, np.ndarray) else found
+
+    def _scores_of(
+        self,
+        columns: Mapping[str, Tensor | LowRank],
+        is_vector: bool,
+        per_position: bool,
+        problem: BatchProblem,
+    ) -> Tensor:
+        """Return the scores of all rows of a batch."""
+        if per_position:
+            scores = products_by_position(problem, columns, type(self).__name__)
+        else:
+            scores = products(self._rows_of(problem), columns)
+        return scores[..., 0] if is_vector else scores
 
     def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:
         """Return vectors as columns, and whether they are one vector without an axis for K."""

@@ -1,6 +1,7 @@
 """Vectors of low rank, and scores in files, for inner products with gradients of samples."""
 
 import json
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from time import monotonic
@@ -58,6 +59,26 @@ class LowRankColumns:
             torch.linalg.vector_norm(torch.stack(x) * relative, dim=0) for x in (lost, whole)
         )
         self.relative_error = _ratio(total, sizes).to(next(iter(columns.values())).dtype)
+
+    @classmethod
+    def joined(cls, parts: Sequence["LowRankColumns"], order: Tensor) -> "LowRankColumns":
+        """Return the vectors of several of one rank in an order, the first ones' index first."""
+        new, first = cls.__new__(cls), parts[0]
+
+        def cat(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tensors))[order]
+
+        new.rank, new.is_vector, new.columns, new.error_by_parameter = first.rank, False, {}, {}
+        for name, column in first.columns.items():
+            every = [part.columns[name] for part in parts]
+            new.columns[name] = (
+                LowRank(cat(x.left for x in every), cat(x.right for x in every), column.shape)
+                if isinstance(column, LowRank)
+                else cat(every)
+            )
+            new.error_by_parameter[name] = cat(x.error_by_parameter[name] for x in parts)
+        new.relative_error = cat(x.relative_error for x in parts)
+        return new
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

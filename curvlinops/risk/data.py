@@ -61,6 +61,7 @@ class Batches:
         batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
             on which all tensors in ``X`` must agree.
         num_data: Number of samples, checked in each pass if given.
+        first: The index of the first batch.
 
     Raises:
         ValueError: If ``data`` can be iterated only once, or is a single pair.
@@ -72,6 +73,7 @@ class Batches:
         data: Iterable,
         batch_size_fn: Callable[[Any], int] | None = None,
         num_data: int | None = None,
+        first: int = 0,
     ):
         if isinstance(data, Tensor | Mapping | str) or not isinstance(data, Iterable):
             raise TypeError(
@@ -98,6 +100,7 @@ class Batches:
         self.data = data
         self.batch_size_fn = batch_size_fn
         self.num_data = num_data
+        self.first = first
         self._had_batches = False
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
@@ -108,9 +111,9 @@ class Batches:
             ValueError: If a batch is not a pair, if there is none, or if the number of samples is
                 not the one given.
         """
-        index, num_data = -1, 0.0
+        index, num_data = self.first - 1, 0.0
         must_count = self.num_data is not None or self.batch_size_fn is not None
-        for index, pair in enumerate(items):
+        for index, pair in enumerate(items, self.first):
             if not is_pair(pair):
                 kind = type(pair).__name__
                 size = f" of length {len(pair)}" if isinstance(pair, tuple | list) else ""
@@ -127,7 +130,7 @@ class Batches:
                 num_data = nan
             self._had_batches = True
             yield batch
-        if index == -1:
+        if index < self.first:
             kind = type(self.data).__name__
             raise ValueError(
                 f"data ({kind}) yields no batch any more, though it did before, as streams do that "

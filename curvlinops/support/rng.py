@@ -1,8 +1,9 @@
 """Generators of random numbers: seeded ones, and the global ones, which are left as found."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,6 +103,22 @@ def preserved_rng() -> Iterator[None]:
         yield
     finally:
         states.restore()
+
+
+def apart(items: Iterable) -> Iterator[Any]:
+    """Iterate over what may draw random numbers; between items, the caller's numbers go on."""
+    end, states = object(), None
+    while True:
+        with preserved_rng():
+            if states is None:
+                rest = iter(items)
+            else:
+                states.restore()
+            item = next(rest, end)
+            states = GeneratorStates()
+        if item is end:
+            return
+        yield item
 
 
 def seed_everything(seed: int) -> None:

@@ -6,15 +6,16 @@ We adapt a tiny BERT classifier with low-rank adapters (LoRA) on sentences of wh
 wrong labels. Which training sentences harm the predictions? With the gradients :math:`g_i` of a
 training sentence and :math:`g_\text{test}` of a test sentence,
 
-.. math:: s_i = - g_\text{test}^\top (F + \delta I)^{-1} g_i
+.. math:: s_i = g_\text{test}^\top (F + \delta I)^{-1} g_i
 
-predicts how the loss on the test sentence changes per unit of weight that sentence :math:`i` gets
-in addition to its :math:`1/N`: up, if the score is positive (Koh and Liang, *Understanding
-black-box predictions via influence functions*, ICML 2017). EKFAC approximates the Fisher matrix
-:math:`F` and makes it invertible (Grosse et al., *Studying large language model generalization with
-influence functions*, 2023, `arXiv:2308.03296 <https://arxiv.org/abs/2308.03296>`_). We check the
-scores in three ways: the wrong labels should rank high, the scores should resemble those of the
-exact matrix, and training without the harmful sentences should lower the test loss.
+predicts how much the loss on the test sentence falls per unit of weight that sentence :math:`i`
+gets in addition to its :math:`1/N`. It rises, if the score is negative (Koh and Liang,
+*Understanding black-box predictions via influence functions*, ICML 2017). EKFAC approximates the
+Fisher matrix :math:`F` and makes it invertible (Grosse et al., *Studying large language model
+generalization with influence functions*, 2023, `arXiv:2308.03296
+<https://arxiv.org/abs/2308.03296>`_). We check the scores in three ways: the wrong labels should
+have negative scores, the scores should resemble those of the exact matrix, and training without the
+harmful sentences should lower the test loss.
 """
 
 import copy
@@ -27,10 +28,8 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from curvlinops import (
-    EKFACLinearOperator,
-    PerSampleGradientLinearOperator,
-)
+from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.influence import preconditioned
 
 # Set CURVLINOPS_GALLERY=fast for a first look.
 FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
@@ -167,25 +166,24 @@ print(f"test loss {loss_before:.3f}, accuracy {accuracy:.1%}")
 # Scores
 # ------
 #
-# The rows of ``PerSampleGradientLinearOperator`` are the gradients of single sentences. The test
-# gradients are preconditioned, and multiplied by the training gradients. The damping is the average
-# eigenvalue. Grosse et al. take a tenth of it; EKFAC is then less accurate here: the correlation
-# in check 2 is 0.6. The gradients are few enough to be kept; for larger models, products with
-# ``rows`` do without.
+# The test gradients are preconditioned, and multiplied by the training gradients. The damping is a
+# tenth of EKFAC's mean eigenvalue, as in Grosse et al. With the mean itself
+# (``relative_damping=1.0``), the correlation in check 2 is 0.78 in place of 0.59.
 
 data = list(zip(X.split(100), y.split(100), strict=True))
-E = EKFACLinearOperator(model, loss_func, params, data, fisher_type="type-2")
+E = EKFACLinearOperator(
+    model, loss_func, params, data, fisher_type="type-2", separate_weight_and_bias=False
+)
 assert {block.structure for block in E.report()} == {"kronecker"}
-damping = E.trace().item() / E.shape[0]
 
 rows = PerSampleGradientLinearOperator(model, loss_func, params, data)
 test_rows = PerSampleGradientLinearOperator(model, loss_func, params, [(X_test, y_test)])
-gradients, test_gradients = rows.to_dense(), test_rows.to_dense().T  # [N, D], [D, M]
-scores = -(gradients @ (E.inverse(damping) @ test_gradients))  # [N, M]
-harm = scores.mean(1)  # the predicted change of the average test loss
+relative_damping = 0.1
+scores = rows.scores(preconditioned(test_rows, E, relative_damping))  # [N, M]
+harm = -scores.mean(1)  # how much the average test loss rises
 
 # %%
-# Check 1: the wrong labels rank high
+# Check 1: the wrong labels harm most
 # -----------------------------------
 #
 # The area under the ROC curve is the probability that a sentence with a wrong label ranks above one
@@ -193,11 +191,12 @@ harm = scores.mean(1)  # the predicted change of the average test loss
 # gradient that is large finds wrong labels, too, and here even better. But it says nothing about
 # *which* predictions a sentence changes.
 
+plain = rows.scores(test_rows.dense().T)
 with torch.no_grad():
     train_losses = nn.functional.cross_entropy(model(X), y, reduction="none")
 rankings = {
     "EKFAC influence": harm,
-    "inner products of gradients": -(gradients @ test_gradients).mean(1),
+    "inner products of gradients": -plain.mean(1),
     "training loss": train_losses,
     "norm of the gradient": rows.norms(),
 }
@@ -225,8 +224,8 @@ for label, p in enumerate(probabilities.T):
     labelled = [(X, torch.full_like(y, label))]
     g = PerSampleGradientLinearOperator(model, loss_func, params, labelled).to_dense().double()
     F += g.T @ (p[:, None] * g) / num_train
-F.diagonal().add_(damping)
-exact = -(gradients @ torch.linalg.solve(F, test_gradients.double()).float())
+F.diagonal().add_(relative_damping * float(E.trace()) / len(F))
+exact = rows.scores(torch.linalg.solve(F, test_rows.dense().T.double()).float())
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -234,10 +233,9 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
     return torch.stack([a.flatten(), b.flatten()]).corrcoef()[0, 1].item()
 
 
-plain = correlation(-(gradients @ test_gradients), exact)
-ekfac = correlation(scores, exact)
-print(f"correlation with the exact scores: EKFAC {ekfac:.3f}, inner products {plain:.3f}")
-assert ekfac > plain
+of_ekfac, of_plain = correlation(scores, exact), correlation(plain, exact)
+print(f"correlation with the exact scores: EKFAC {of_ekfac:.3f}, inner products {of_plain:.3f}")
+assert of_ekfac > of_plain
 
 # %%
 # Check 3: training without the harmful sentences
@@ -261,12 +259,13 @@ assert losses_after["harmful"] < min(loss_before, losses_after["random"])
 # ---------------
 #
 # Wrong labels harm the test sentences of their own topic most, and those of the other topics less.
+# Harm is a score with a minus sign.
 
 members = [
     nn.functional.one_hot(topics, num_topics).float()
     for topics in (train_topics[is_wrong], test_topics)
 ]
-sums = members[0].T @ scores[is_wrong] @ members[1]  # [num_topics, num_topics]
+sums = members[0].T @ -scores[is_wrong] @ members[1]  # [num_topics, num_topics]
 counts = torch.outer(members[0].sum(0), members[1].sum(0))
 by_topic = (sums / counts.clamp(min=1)).numpy()
 
@@ -275,7 +274,7 @@ bins = torch.linspace(harm.min(), harm.max(), 40).tolist()
 left.hist(harm[~is_wrong], bins, alpha=0.6, label="right label")
 left.hist(harm[is_wrong], bins, alpha=0.6, label="wrong label")
 left.set(
-    xlabel="predicted change of the test loss per unit of weight",
+    xlabel="predicted rise of the test loss per unit of weight",
     ylabel="training sentences", yscale="log",
     title="Sentences with wrong labels do harm",
 )  # fmt: skip
@@ -284,7 +283,7 @@ limit = abs(by_topic).max()
 image = right.imshow(by_topic, cmap="RdBu_r", vmin=-limit, vmax=limit)
 right.set(
     xlabel="topic of the test sentences", ylabel="topic of the wrong labels",
-    title="Average score of wrong labels",
+    title="Average harm of wrong labels",
 )  # fmt: skip
 fig.colorbar(image, ax=right)
 fig.savefig("influence_lora.png", dpi=150)

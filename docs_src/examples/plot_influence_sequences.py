@@ -9,7 +9,7 @@ data have the fact that the query asks for. Influence functions should rank thes
 With the gradient :math:`g_q` of a query's loss and the gradients :math:`g_n` of the training
 sequences,
 
-.. math:: s_{qn} = g_q^\top (F + \delta I)^{-1} g_n
+.. math:: s_{nq} = g_n^\top (F + \delta I)^{-1} g_q
 
 predicts how much the loss of the query falls per unit of weight that sequence :math:`n` gets in
 addition (Koh and Liang, *Understanding black-box predictions via influence functions*, ICML 2017).
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator, write_factors
+from curvlinops.influence import preconditioned, top_scores
 from curvlinops.integrations.transformers import problem
 
 # Set CURVLINOPS_GALLERY=fast for a first look.
@@ -65,7 +66,7 @@ def sequence(key: int) -> torch.Tensor:
 
 
 train_sequences = [sequence(key) for key in range(num_facts) for _ in range(num_copies)]
-is_cause = torch.arange(len(train_sequences)) // num_copies == torch.arange(num_queries)[:, None]
+is_cause = torch.arange(len(train_sequences))[:, None] // num_copies == torch.arange(num_queries)
 
 
 def labeled(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -114,7 +115,7 @@ print(f"loss of an answer: {query_loss:.2f}, that of a guess: {torch.tensor(num_
 # ---------
 #
 # As usual for transformers, we take the layers of attention and MLP, whose blocks are Kronecker
-# products. The damping is relative to the mean eigenvalue of EKFAC.
+# products. The damping is a tenth of EKFAC's mean eigenvalue.
 
 for name, parameter in model.named_parameters():
     parameter.requires_grad_(".attn." in name or ".mlp." in name)
@@ -126,10 +127,9 @@ query_rows = PerSampleGradientLinearOperator(*arguments[:3], problem(model, quer
 with TemporaryDirectory() as directory:
     E = EKFACLinearOperator(*arguments, separate_weight_and_bias=False)
     E = write_factors(E, directory, parts=2)
-    damping = 0.01 * float(E.trace()) / E.shape[0]
-    preconditioned = E.inverse(damping) @ query_rows.dense().T  # [D, queries]
+    P = preconditioned(query_rows, E)  # [D, queries]
 
-scores = rows.scores(preconditioned).T  # [queries, sequences]
+scores = rows.scores(P)  # [sequences, queries]
 
 # %%
 # How many of the sequences with the query's fact are among the ``num_copies`` of highest score? And
@@ -138,21 +138,29 @@ scores = rows.scores(preconditioned).T  # [queries, sequences]
 
 def found(scores: torch.Tensor) -> float:
     """Return the share of sequences with the fact that rank first."""
-    best = scores.topk(num_copies, dim=1).indices
-    return float(is_cause.gather(1, best).float().mean())
+    best = scores.topk(num_copies, dim=0).indices
+    return float(is_cause.gather(0, best).float().mean())
 
 
 def num_first(scores: torch.Tensor) -> int:
     """Return the number of queries for which the first sequence has the fact."""
-    return int(is_cause.gather(1, scores.argmax(1, keepdim=True)).sum())
+    return int(is_cause.gather(0, scores.argmax(0, keepdim=True)).sum())
 
 
-plain = rows.scores(query_rows.dense().T).T
+plain = rows.scores(query_rows.dense().T)
 by_chance = num_copies / len(train_sequences)
 for name, found_by in {"EKFAC": scores, "inner products of gradients": plain}.items():
     print(f"{name}: {found(found_by):.0%} of the sequences with the fact rank first,")
     print(f"    and the first one has it for {num_first(found_by)} of {num_queries} queries")
 print(f"by chance: {by_chance:.0%}")
+
+# %%
+# If there are too many sequences and queries for a table of all scores, ``top_scores`` keeps the
+# largest ones.
+
+top = top_scores(rows, P, num_copies)
+torch.testing.assert_close(top.values, scores.topk(num_copies, dim=0).values)
+print(f"sequences of the first query: {top.indices[:, 0].tolist()}")
 
 # %%
 # Scores of tokens
@@ -161,9 +169,9 @@ print(f"by chance: {by_chance:.0%}")
 # Which tokens of the best sequence matter? The scores of a sequence's positions add up to that of
 # the sequence. The fact should stand out.
 
-best = int(scores[0].argmax())
-tokens = rows.scores(preconditioned[:, 0], per_position=True)[best]
-torch.testing.assert_close(tokens.sum(), scores[0, best], rtol=1e-3, atol=1e-3)
+best = int(scores[:, 0].argmax())
+tokens = rows.scores(P[:, 0], per_position=True)[best]
+torch.testing.assert_close(tokens.sum(), scores[best, 0], rtol=1e-3, atol=1e-3)
 is_fact = train_sequences[best] >= num_words
 share = tokens[is_fact].abs().sum() / tokens.abs().sum()
 print(f"share of the fact's three positions in the absolute scores: {share:.0%}")
@@ -174,13 +182,14 @@ print(f"share of the fact's three positions in the absolute scores: {share:.0%}"
 #
 # Each preconditioned query is as large as the model. ``low_rank`` keeps its best approximation of
 # rank r for each layer, which takes less memory, and makes scores cheaper. ``relative_error`` is
-# what it leaves out.
+# what it leaves out. ``preconditioned(..., rank=r)`` has no more than one batch of whole queries in
+# memory.
 
 ranks = (1, 2, 4, 8, 16)
 correlations, errors, shares = [], [], []
 for rank in ranks:
-    low_rank = rows.low_rank(preconditioned, rank)
-    approximate = rows.scores(low_rank).T
+    low_rank = rows.low_rank(P, rank)
+    approximate = rows.scores(low_rank)
     pair = torch.stack([approximate.flatten(), scores.flatten()])
     correlations.append(float(torch.corrcoef(pair)[0, 1]))
     errors.append(float(low_rank.relative_error.mean()))

@@ -29,7 +29,8 @@ start = time.perf_counter()
 # A network, its matrices, and gradients
 # --------------------------------------
 #
-# A small network on handwritten digits.
+# A small network on handwritten digits. The damping is ten times that of other pages on influence:
+# with less, intervals take more products (48 in place of 16 at the end).
 
 images, labels = load_digits(return_X_y=True)
 X, y = torch.tensor(images / 16.0), torch.tensor(labels)

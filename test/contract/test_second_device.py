@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import curvlinops as C
-from curvlinops.influence import GradientStore
+from curvlinops.influence import GradientStore, preconditioned, self_scores, top_scores
 
 pytestmark = pytest.mark.extensive
 
@@ -63,19 +63,29 @@ def _update(K: C.KFACLinearOperator) -> Tensor:
     return K.diagonal()
 
 
-def _stored(K: C.EKFACLinearOperator) -> Tensor:
+def _rows(device: torch.device) -> C.PerSampleGradientLinearOperator:
     p = problems.make("cnn")
     put(p.data, CPU)
-    rows = ALL["gradients"].build(p).to_device(K.device)
-    scores = []
+    return ALL["gradients"].build(p).to_device(device)
+
+
+def _leading(K: C.EKFACLinearOperator) -> Tensor:
+    rows = _rows(K.device)
+    top = top_scores(rows, preconditioned(rows, K, rank=2), 2)
+    return torch.cat([top.values, self_scores(rows, K).unsqueeze(0)])
+
+
+def _stored(K: C.EKFACLinearOperator) -> Tensor:
+    rows, scores = _rows(K.device), []
     for basis in (K, None):
         with TemporaryDirectory() as directory:
-            scores.append(GradientStore.write(rows, directory, 2, basis).scores(rows, 0.1))
+            scores.append(GradientStore.write(rows, directory, 2, basis).scores(rows))
     return torch.stack(scores)
 
 
 QUANTITIES = METHODS | {
     "update": ("kfac", REDUCE, _update),
+    "influence": ("ekfac", {"fisher_type": "empirical"}, _leading),
     "stored gradients": ("ekfac", {"fisher_type": "empirical"}, _stored),
 }
 QUANTITIES |= {

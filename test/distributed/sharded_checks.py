@@ -50,6 +50,7 @@ from torch.utils.checkpoint import checkpoint
 
 import curvlinops
 from curvlinops import ParameterSpace
+from curvlinops.influence import preconditioned, self_scores, top_scores
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.autograd_graph import output_shape
@@ -582,6 +583,9 @@ def queries_are_gathered_once_for_each_batch() -> None:
         ) as gather:
             rows.scores(mine)
         assert gather.call_count == len(own.params) * len(own.data)
+    for refused in (self_scores, top_scores, preconditioned):
+        with fails(ValueError, "Gather the parameters, or call rows.scores"):
+            refused(rows, V, 1)
 
 
 @check(1, 2)

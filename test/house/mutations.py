@@ -79,7 +79,7 @@ TESTS = {
         kfac/module_factors kfac/kfac_files kfac/kfac_inverse kfac/kfac_storage
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding kfac/fit kfac/distance""",
     "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
-    "influence": "influence/store",
+    "influence": "influence/store influence/queries",
     "training": "training/monitor training/kfac_preconditioner",
     "integrations": "integrations/huggingface integrations/trainer",
 }

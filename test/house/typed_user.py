@@ -164,11 +164,17 @@ c.dottest(H, tests=2)  # type: ignore[call-arg]
 
 # --- influence
 
-store = influence.GradientStore.write(S, "gradients", rank=8, basis=EK)
-assert_type(store.scores(S, 0.1), Tensor)
-assert_type(store.kept, Tensor)
+store = influence.GradientStore.write(S, "gradients", rank=8, basis=EK, relative_damping=0.2)
+assert_type(store.scores(S), Tensor)
+P = influence.preconditioned(S, EK, rank=2)
+assert_type(P, Tensor | c.LowRankColumns)
+assert_type(influence.self_scores(S, EK, 0.2), Tensor)
+assert_type(influence.top_scores(S, P, 2).indices, Tensor)
+for numbers, some in influence.score_batches(S, P):
+    assert_type(some[numbers], Tensor)
+influence.preconditioned(S, EK, damping=0.1)  # type: ignore[call-arg]
 influence.GradientStore.write(S, "gradients", bases=EK)  # type: ignore[call-arg]
-influence.GradientStore("gradients").scores(S)  # type: ignore[call-arg]
+influence.GradientStore("gradients").scores(S, 0.1)  # type: ignore[call-arg]
 
 # --- training
 

@@ -151,7 +151,7 @@ def by_gradients(one: World, two: World, folder: Path) -> Any:
     for world in (one, two):
         rows = world.build(PerSampleGradientLinearOperator)
         store = GradientStore.write(rows, folder / "gradients", rank=2)
-    return store.kept
+    return store.scores(rows)
 
 
 WAYS = {

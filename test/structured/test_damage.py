@@ -116,7 +116,7 @@ class Gradients:
         return GradientStore.write(rows, path, rank=2, basis=basis, seed=seed)
 
     def read(self, path: Path) -> Tensor:
-        return self.write(path).scores(on_data(PerSampleGradientLinearOperator), 0.1)
+        return self.write(path).scores(on_data(PerSampleGradientLinearOperator))
 
 
 FILES = {

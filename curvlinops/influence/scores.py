@@ -1,0 +1,175 @@
+"""Preconditioned gradients of queries, and scores of training samples with them."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.vectors import is_followed
+from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
+from curvlinops.operators.rows import RowSlices
+from curvlinops.operators.scores import LowRankColumns
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.data import Batches
+from curvlinops.structured.base import StructuredLinearOperator
+from curvlinops.support.arguments import check_count, check_number
+from curvlinops.support.rng import apart
+from curvlinops.support.torch_modes import in_default_modes
+
+
+@in_default_modes
+def preconditioned(
+    queries: PerSampleGradientLinearOperator,
+    K: TorchLinearOperator,
+    relative_damping: float = 0.1,
+    rank: int | None = None,
+) -> Tensor | LowRankColumns:
+    """Return the queries' gradients g times the damped inverse, ``(K + d I)^-1 g``.
+
+    The damping d is ``relative_damping`` times the mean eigenvalue of K. Inner products with the
+    gradients of training samples are influence scores: a positive one means that more weight on the
+    sample lowers the loss of the query.
+
+    Args:
+        queries: The gradients of queries, on the same parameters as K.
+        K: The curvature, such as ``EKFACLinearOperator``, or what ``load`` returns of a file.
+        relative_damping: See above. Grosse et al., 2023, arXiv:2308.03296, take 0.1.
+        rank: Keeps matrices of this rank, see ``PerSampleGradientLinearOperator.low_rank``. Then
+            whole vectors are in memory for one batch of queries at a time. Each batch reads all of
+            K once.
+
+    Returns:
+        ``[D, K]``; with ``rank``, what ``low_rank`` returns.
+
+    Raises:
+        ValueError: If K has other parameters, or is singular without damping; if parameters are
+            sharded.
+    """
+    inverse = _damped_inverse(queries, K, relative_damping)
+    if rank is None:
+        return inverse @ queries.dense().T
+    parts, order = [], []
+    for places, gradients in _dense(queries):
+        parts.append(queries.low_rank(inverse @ gradients.T, rank))
+        order.append(places)
+    return LowRankColumns.joined(parts, torch.cat(order).argsort())
+
+
+@in_default_modes
+def self_scores(
+    rows: PerSampleGradientLinearOperator, K: TorchLinearOperator, relative_damping: float = 0.1
+) -> Tensor:
+    """Return the influence of each sample on its own loss, ``g_n^T (K + d I)^-1 g_n``, ``[N]``.
+
+    The gradients of one batch are in memory at a time, as whole vectors. For the arguments see
+    ``preconditioned``.
+    """
+    inverse, out = _damped_inverse(rows, K, relative_damping), rows.codomain.zeros(1)[""][0]
+    for places, gradients in _dense(rows):
+        out[places] = (gradients * (inverse @ gradients.T).T).sum(1)
+    return out
+
+
+def score_batches(
+    rows: PerSampleGradientLinearOperator, P: Any, per_position: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield ``rows.scores(P)`` batch by batch, so that N K numbers are never in memory.
+
+    A batch is read and computed when it is asked for. Between batches, model and random number
+    generators are as the caller leaves them.
+
+    Args:
+        rows: The gradients of the training samples.
+        P: K vectors that ``rows.scores`` takes, such as ``preconditioned`` returns.
+        per_position: See ``rows.scores``. Each batch may have another T.
+
+    Yields:
+        The numbers of some rows, ``[n]``, and their scores, ``[n, K]`` or ``[n, T, K]``.
+
+    Raises:
+        ValueError: See ``rows.scores``; if P requires gradients, or parameters are sharded.
+    """
+    check_gradients(rows)
+    columns, is_vector = rows._read(P)
+    if is_followed({name: x for name, x in columns.items() if isinstance(x, Tensor)}):
+        raise ValueError("Scores of batches are not differentiable: detach the vectors.")
+    of = partial(rows._scores_of, columns, is_vector, per_position)
+    slices = RowSlices(rows._all.dim)
+
+    def found() -> Iterator[tuple[Tensor, Tensor]]:
+        for number, batch in enumerate(apart(rows.data)):
+            data = Batches([batch], rows.batch_size_fn, first=number)
+            with rows._batches(f"scores of batch {number}", data) as problems:
+                scores = [x for problem in problems for x in rows._of_batch(problem, slices, of)]
+            yield from scores
+
+    return slices.of(found())
+
+
+def top_scores(
+    rows: PerSampleGradientLinearOperator, P: Any, k: int, largest: bool = True
+) -> torch.return_types.topk:
+    """Return ``rows.scores(P).topk(k, 0, largest)``: ``values`` and ``indices``, ``[k, K]``.
+
+    Only these and the scores of one batch are in memory.
+
+    Args:
+        rows: The gradients of the training samples.
+        P: K vectors, see ``score_batches``.
+        k: How many.
+        largest: Whether to return the largest or the smallest ones.
+
+    Raises:
+        ValueError: If there are fewer than k rows; see ``score_batches``.
+    """
+    check_gradients(rows)
+    if check_count("k", k) > rows.shape[0]:
+        raise ValueError(f"k is {k}, but there are {rows.shape[0]} rows.")
+    best = None
+    for some, scores in score_batches(rows, P):
+        numbers = some.reshape(-1, *[1] * (scores.ndim - 1)).expand_as(scores)
+        if best is not None:
+            scores, numbers = torch.cat([best[0], scores]), torch.cat([best[1], numbers])
+        scores, order = scores.topk(min(k, len(scores)), 0, largest)
+        best = scores, numbers.gather(0, order)
+    return torch.return_types.topk(best)
+
+
+def check_gradients(rows: Any) -> None:
+    """Refuse what are no gradients of samples with whole parameters."""
+    if not isinstance(rows, PerSampleGradientLinearOperator):
+        raise TypeError(
+            "Gradients of samples must be a PerSampleGradientLinearOperator, got "
+            f"{type(rows).__name__}."
+        )
+    if rows.risk.model.shards:
+        raise ValueError(
+            "Gradients of sharded parameters are not supported here. Gather the parameters, or "
+            "call rows.scores(K.inverse(damping) @ gradient)."
+        )
+
+
+def _damped_inverse(rows: Any, K: Any, relative_damping: float) -> StructuredLinearOperator:
+    """Return K's damped inverse, for gradients of samples."""
+    check_gradients(rows)
+    relative = check_number("relative_damping", relative_damping, at_least=0.0)
+    if not getattr(K, "_has_structure", False):
+        raise TypeError(
+            "K must be a KFACLinearOperator, an EKFACLinearOperator, or another matrix with an "
+            f"inverse, got {type(K).__name__}."
+        )
+    if list(K.domain.shapes.items()) != list(rows.domain.shapes.items()):
+        raise ValueError("K has other parameters than the gradients.")
+    return K.damped(relative * float(K.trace()) / K.shape[0]).inverse()
+
+
+def _dense(rows: PerSampleGradientLinearOperator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the numbers of the rows of each batch, and the rows as whole vectors ``[n, D]``."""
+
+    def of(problem: BatchProblem) -> Tensor:
+        return rows.domain.join_rows(rows._rows_of(problem).written(rows.domain))
+
+    return ((numbers, found) for _, numbers, found in rows._by_batch("gradients", of))
