@@ -17,7 +17,7 @@ RUN := OMP_NUM_THREADS=1 MPLBACKEND=Agg
 PYTEST := $(RUN) $(BIN)/python -m pytest
 CORE := -n $(WORKERS) -m "not extensive and not slow and not gpu" $(PYTEST_ARGS)
 
-.PHONY: help demo test test-all test-slow test-lowest test-gpu lint format bench bench-peers compare docs notebooks clean
+.PHONY: help demo test test-all test-slow test-lowest test-gpu lint format bench bench-peers bench-report compare docs notebooks clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make test-gpu   tests marked gpu"
 	@echo "make lint       ruff check and format check ('make format' applies both), types"
 	@echo "make bench      benchmarks against peers, if installed by 'make bench-peers' (BENCH_ARGS=...)"
+	@echo "                ('make bench-report' writes tables and pictures of its results anew)"
 	@echo "make compare    numbers, times and memory against the commit where the branch left main"
 	@echo "                (BASE=<another commit>, COMPARE_ARGS=...)"
 	@echo "make docs       the site, in docs/_build/html; without running the gallery by"
@@ -88,6 +89,9 @@ format: $(VENV)/.stamp-lint
 
 bench: $(VENV)/.stamp-test
 	MPLBACKEND=Agg $(BIN)/python docs_src/benchmarks/bench.py $(BENCH_ARGS)
+
+bench-report: $(VENV)/.stamp-test
+	MPLBACKEND=Agg $(BIN)/python docs_src/benchmarks/report.py
 
 # An environment of their own: some have the import name of this package.
 bench-peers:

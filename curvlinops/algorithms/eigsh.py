@@ -558,7 +558,7 @@ class LanczosBasis:
             W.addmm_(coefficients.T, rows, alpha=-1)
             H[first:, start:] += coefficients.double().cpu()
         Q, R = self._orthonormal(W, self.rounding, end)
-        if len(Q) and float(torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
+        if len(Q) and self._smallest(R) < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
             rows = self._rows[:end]
             Q, correction = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, end)
@@ -709,10 +709,19 @@ class LanczosBasis:
 
         A basis of the given size leaves ``D - size`` directions, which limits r.
         """
+        most = self._matrix.shape[0] - size
+        if len(W) == 1:
+            norm = self._space.norms(W)
+            rank = min(int(norm > negligible), most)
+            return (W / norm.to(W))[:rank], norm[:rank, None].cpu()
         Q, R = self._space.qr(W)
         U, S, Vt = torch.linalg.svd(R.double().cpu())
-        rank = min(int((S > negligible).sum()), self._matrix.shape[0] - size)
+        rank = min(int((S > negligible).sum()), most)
         return U[:, :rank].T.to(W) @ Q, S[:rank, None] * Vt[:rank]
+
+    def _smallest(self, R: Tensor) -> float:
+        """Return the smallest singular value of a factor of ``_orthonormal``."""
+        return float(R if R.numel() == 1 else torch.linalg.svdvals(R)[-1])
 
     def _set_pending(self, Q: Tensor, B: Tensor) -> None:
         end = self.size + len(Q)
@@ -725,9 +734,11 @@ class LanczosBasis:
 
     def _check_symmetric(self, H: Tensor, start: int) -> None:
         """Check that the measured coefficients of the last block are symmetric."""
+        if self._matrix.operator.self_adjoint:
+            return
         locked = self.num_locked
         asymmetry = float((H - H.T)[start:, locked:].norm()) / 2
-        if not self._matrix.operator.self_adjoint and asymmetry > ASYMMETRY * self._norm:
+        if asymmetry > ASYMMETRY * self._norm:
             raise ValueError(
                 "The matrix is not symmetric: its products differ from those of its transpose by "
                 f"about {asymmetry / self._norm:.1e} of its norm."

@@ -3,7 +3,8 @@
 `make bench` runs all, and writes `results/` (JSON, Markdown, a picture); with `--problems` or
 `--rows` a part is printed only. Each package has a process of its own with one thread; the
 processes take turns. Peers take part if they are installed in a separate environment, whose Python
-is `--peers` (`make bench-peers` builds it).
+is `--peers` (`make bench-peers` builds it), and can be imported. `report.py` writes tables and
+pictures anew.
 """
 
 import argparse
@@ -15,16 +16,20 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
+import numpy
 import packages as p
+import scipy
 import torch
 from packages import PACKAGES
-from problems import PROBLEMS, Problem, make
-from report import picture, table
+from problems import PROBLEMS, RESTRICTED, Problem, make
+from problems import about as about_problem
+from report import table, write
 from tqdm import tqdm
 from worker import FIRST, KEPT, LATER, NEW, SEEN, STEP
 
@@ -50,12 +55,22 @@ STATES = {
     p.GRADIENTS: (NEW, STEP),
     p.NORMS: (STEP,),
     p.SCORES: (STEP,),
-    p.MANY_SCORES: (STEP,),
     p.LOW_RANK_SCORES: (STEP,),
     p.DIAGONAL: (STEP,),
-    p.EIGENPAIRS: (FIRST,),
     p.TRACE: (FIRST,),
+    p.EIGENPAIRS: (NEW,),
+    p.SOLVE: (NEW,),
+    p.TRAINING: (NEW,),
 }
+#: Problems on which most peers refuse a row for its normalization layers and embeddings are
+#: measured a second time, with the parameters that all packages know.
+AGAIN = {f"{problem}{RESTRICTED}" for problem in ("resnet", "gpt2")}
+AGAIN_STATES = {
+    name: states
+    for name, states in STATES.items()
+    if "KFAC" in name or name in (p.GRADIENTS, p.SCORES)
+}
+MEASURED = (*PROBLEMS, *sorted(AGAIN))
 #: What grows -> problems of growing size, and what is measured of them.
 GROWTH = {
     "layers": (
@@ -86,7 +101,9 @@ GROWTH = {
 #: The largest relative difference that is rounding, where it is not 1e-8.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 #: Whose construction costs differently; so only rows that construct are measured.
-CONSTRUCTS = {"checked"}
+CONSTRUCTS = {"unchecked"}
+#: Rows whose calls take long stop after so many rounds, once so many seconds are over.
+ROUNDS, ENOUGH = 3, 10
 
 
 def _command(python: str) -> list[str]:
@@ -108,6 +125,8 @@ class Worker:
         self._command = [*_command(python), "worker.py", package, device, str(self._numbers)]
         self._options = {"cwd": HERE, "env": _environment(tree), "text": True}
         self._start()
+        if isinstance(self.found, dict):
+            raise RuntimeError(self.found["refused"])
         if python == sys.executable and self.found and not Path(self.found).is_relative_to(tree):
             raise RuntimeError(f"Meant to measure the package in {tree}, but found {self.found}.")
         self.comparable: dict[str, bool] = self.ask("names")
@@ -185,7 +204,10 @@ def measure(
             if name in worker.comparable and (package not in CONSTRUCTS or state in (NEW, SEEN))
         }
         cells = {n: _warm_up(w, f"{problem} | {name} | {state}") for n, w in takes_part.items()}
+        begin = time.perf_counter()
         for turn in range(args.repeats):
+            if turn >= ROUNDS and time.perf_counter() - begin > ENOUGH:
+                break
             for package in [*cells][:: -1 if turn % 2 else 1]:
                 if "refused" not in cells[package]:
                     answer = workers[package].ask("time")
@@ -233,6 +255,27 @@ def installed(python: str) -> dict[str, str]:
     return json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
 
 
+def start(args: argparse.Namespace) -> tuple[dict[str, Worker], dict[str, str], dict[str, str]]:
+    """Return the processes, the versions of peers, and why other peers are missing."""
+    versions = installed(args.peers) if args.peers else {}
+    workers, peers, missing = {}, {}, {}
+    for name, package in PACKAGES.items():
+        if package.distribution and package.distribution not in versions:
+            missing[name] = "not installed"
+            continue
+        python = args.peers if package.distribution else sys.executable
+        try:
+            workers[name] = Worker(name, python, args.device, args.limit)
+        except RuntimeError as error:
+            if not package.distribution:
+                raise
+            missing[name] = str(error)
+        else:
+            if package.distribution:
+                peers[name] = versions[package.distribution]
+    return workers, peers, missing
+
+
 def imports(pythons: dict[str, str]) -> dict[str, float]:
     """Return the least CPU seconds of an import after that of PyTorch, of three."""
     code = "import time, torch; t = time.process_time(); import {}; print(time.process_time() - t)"
@@ -250,7 +293,8 @@ def about(device: str) -> dict[str, str]:
     """Return what was measured, and on what."""
     git = ["git", "-C", str(ROOT)]
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "curvlinops"]).returncode
+    code = ["curvlinops", "docs_src/benchmarks/*.py"]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code]).returncode
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -260,14 +304,15 @@ def about(device: str) -> dict[str, str]:
     return {
         "commit": commit.stdout.strip()[:12] + (" with changes" if changed else ""),
         "machine": f"{where}, {os.cpu_count()} cores, one thread",
-        "versions": f"PyTorch {torch.__version__}, Python {platform.python_version()}, float32",
+        "versions": f"PyTorch {torch.__version__}, NumPy {numpy.__version__}, "
+        f"SciPy {scipy.__version__}, Python {platform.python_version()}, float32",
     }
 
 
 def main() -> None:
     """Measure, print, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", nargs="+", choices=PROBLEMS)
+    parser.add_argument("--problems", nargs="+", choices=MEASURED)
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of the names of rows")
     parser.add_argument("--growth", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
@@ -280,38 +325,35 @@ def main() -> None:
     part = args.problems or args.rows != [""] or not args.growth
     output = args.output or (None if part else HERE / "results")
 
-    own = {name: sys.executable for name, package in PACKAGES.items() if not package.distribution}
-    versions = installed(args.peers) if args.peers else {}
-    peers = {n: args.peers for n, package in PACKAGES.items() if package.distribution in versions}
-    pythons = own | peers
-    workers = {n: Worker(n, python, args.device, args.limit) for n, python in pythons.items()}
+    workers, peers, missing = start(args)
     results = about(args.device) | {
-        "peers": {n: versions[PACKAGES[n].distribution] for n in peers},
-        "imports": imports(pythons),
+        "peers": peers,
+        "missing": missing,
+        "imports": imports({n: args.peers if n in peers else sys.executable for n in workers}),
         "problems": {},
         "growth": {},
     }
 
-    def write() -> None:
+    def save() -> None:
         if output:
             output.mkdir(exist_ok=True, parents=True)
-            path = output / args.device
-            path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
-            path.with_suffix(".md").write_text(table(results))
-            picture(results, path.with_suffix(".png"))
+            path = output / f"{args.device}.json"
+            path.write_text(json.dumps(results, indent=1) + "\n")
+            write(path)
 
-    for problem in args.problems or PROBLEMS:
+    for problem in args.problems or MEASURED:
         gradients = dict(measure(problem, {"gradient": (SEEN,)}, workers, _all_rows(args)))
         unit = min(cell["seconds"] for cell in gradients[f"gradient, {SEEN}"].values())
-        rows = dict(measure(problem, STATES, workers, args))
-        about_it = {"about": PROBLEMS[problem].__doc__, "gradient": unit}
+        states = AGAIN_STATES if problem in AGAIN else STATES
+        rows = dict(measure(problem, states, workers, args))
+        about_it = {"about": about_problem(problem), "gradient": unit}
         results["problems"][problem] = about_it | {"rows": rows}
-        write()
+        save()
     chosen = {n: w for n, w in workers.items() if n not in CONSTRUCTS}
     for what, (problems, states) in GROWTH.items() if args.growth else ():
         sizes = {problem: dict(measure(problem, states, chosen, args)) for problem in problems}
         results["growth"][what] = sizes
-        write()
+        save()
     for worker in workers.values():
         worker.close()
     print(table(results))

@@ -114,7 +114,9 @@ def main() -> None:
     print(f"The base is {base}.")
     with checked_out(base) as tree:
         trees = {"ours": ROOT, "base": tree}
-        workers = {n: Worker("ours", sys.executable, "cpu", 600, at) for n, at in trees.items()}
+        workers = {
+            n: Worker("unchecked", sys.executable, "cpu", 600, at) for n, at in trees.items()
+        }
         states = {name: STATES.get(name, (SEEN,)) for name in workers["ours"].comparable}
         print(f"{'':72} {'differs':>8} {'ms':>9} {'time':>7}  memory")
         for problem in args.problems:

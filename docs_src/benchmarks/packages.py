@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from problems import Problem
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import LinearOperator, cg, eigsh
 from torch import Tensor, nn
 
 HESSIAN, GGN, FISHER = "Hessian", "GGN", "empirical Fisher"
@@ -28,8 +28,13 @@ GRADIENTS, NORMS, DIAGONAL = "gradients of samples", "norms of gradients", "GGN 
 #: Inner products of gradients of samples with vectors, which may have matrices of rank 2.
 SCORES, MANY_SCORES = "scores, 32 columns", "scores, 64 columns"
 LOW_RANK_SCORES = "scores, 64 columns of rank 2"
-EIGENPAIRS, TRACE = "GGN, 10 eigenpairs", "GGN, Hutch++ trace"
-PAIRS, TOLERANCE, PRODUCTS = 10, 1e-3, 30
+TRACE = "GGN, Hutch++ trace"
+PRODUCTS = 30
+#: Tasks from end to end: SciPy's tolerances, and SGD whose gradients KFAC preconditions.
+EIGENPAIRS, SOLVE, TRAINING = "GGN, 10 eigenpairs", "GGN, CG", "KFAC, 10 steps of training"
+PAIRS, TOLERANCE = 10, 1e-3
+SHIFT, PRECISION = 0.1, 1e-6
+STEPS, RATE = 10, 1e-3
 
 
 class Quantity(NamedTuple):
@@ -79,7 +84,35 @@ def gradient() -> Quantity:
     return Quantity(lambda p: p, ask)
 
 
-def ours(check_deterministic: bool = False) -> Quantities:
+def solve(matvec: Callable[[Tensor], Tensor], dim: int, device: torch.device) -> Tensor:
+    """Solve a shifted system with SciPy's CG, on the CPU."""
+
+    def shifted(v: np.ndarray) -> np.ndarray:
+        return matvec(torch.from_numpy(v).to(device)).cpu().numpy() + SHIFT * v
+
+    A = LinearOperator((dim, dim), shifted, dtype=np.float32)
+    return torch.from_numpy(cg(A, np.ones(dim, dtype=np.float32), rtol=PRECISION)[0])
+
+
+def largest(A: Any) -> np.ndarray:
+    """Return the largest eigenvalues by SciPy's eigsh."""
+    v0 = np.random.default_rng(0).standard_normal(A.shape[0], dtype=np.float32)
+    return eigsh(A, PAIRS, which="LA", tol=TOLERANCE, v0=v0)[0]
+
+
+def scores(rows: list[Tensor], columns: int) -> Tensor:
+    """Return the inner products of gradients of samples with random vectors."""
+    flat = torch.cat([row.flatten(1) for row in rows], 1)
+    return flat @ vectors(flat.shape[1], columns, dtype=torch.float32, device=flat.device)
+
+
+def damped_solve(B: Tensor, A: Tensor, gradient: Tensor) -> Tensor:
+    """Solve with a Kronecker product plus a multiple of the identity, by eigendecompositions."""
+    (b, Q_B), (a, Q_A) = torch.linalg.eigh(B), torch.linalg.eigh(A)
+    return Q_B @ (Q_B.T @ gradient @ Q_A / (b[:, None] * a + SHIFT)) @ Q_A.T
+
+
+def ours(check_deterministic: bool = True) -> Quantities:
     """Return this package's quantities. A version that lacks a name refuses what needs it."""
     import curvlinops
 
@@ -125,9 +158,22 @@ def ours(check_deterministic: bool = False) -> Quantities:
     def inverse(**options: bool) -> Callable[[Any], Any]:
         return lambda K: multiply(K.inverse(DAMPING, **options))
 
-    def solve(G: Any) -> Tensor:
+    def cg_solve(G: Any) -> Tensor:
         b = torch.ones(G.shape[0], dtype=G.torch_dtype, device=G.device)
-        return curvlinops.CGInverseLinearOperator(G.damped(0.1), rtol=1e-6) @ b
+        return curvlinops.CGInverseLinearOperator(G.damped(SHIFT), rtol=PRECISION) @ b
+
+    def train(p: Problem) -> list[Tensor]:
+        from curvlinops.training import KFACPreconditioner
+
+        ((X, y),), optimizer = p.data, torch.optim.SGD(p.params, RATE)
+        often = {"update_every": 1, "invert_every": 1}
+        preconditioner = KFACPreconditioner(operator("KFAC")(p), optimizer, SHIFT, **often)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            p.loss(p.model(X), y).backward()
+            preconditioner.step(X, y)
+            optimizer.step()
+        return p.params
 
     def of_ggn(ask: Callable[[Any], Any], comparable: bool = True) -> Quantity:
         return Quantity(operator("GGN"), ask, comparable=comparable)
@@ -161,6 +207,8 @@ def ours(check_deterministic: bool = False) -> Quantities:
         DIAGONAL: method(diagonal, "diagonal"),
         EIGENPAIRS: of_ggn(eigenvalues),
         TRACE: of_ggn(trace, comparable=False),
+        SOLVE: of_ggn(cg_solve),
+        TRAINING: Quantity(lambda p: p, train, comparable=False),
         # for comparisons of two versions
         "sampled Fisher": product("FisherMC"),
         "empirical Fisher by sample": product("EF", terms="sample"),
@@ -169,7 +217,6 @@ def ours(check_deterministic: bool = False) -> Quantities:
         "gradients, transposed product": Quantity(operator(samples), lambda A: multiply(A.T)),
         "GGN trace": method(diagonal, "trace"),
         "sampled GGN diagonal": method(diagonal, "diagonal", mc_samples=1),
-        "GGN, CG": of_ggn(solve),
         "GGN, Hutchinson": of_ggn(lambda G: curvlinops.hutchinson_trace(G, 20, seed=0)),
         "GGN, XTrace": of_ggn(lambda G: curvlinops.xtrace(G, 20, seed=0)),
         "GGN, density": of_ggn(
@@ -269,7 +316,8 @@ def by_hand() -> Quantities:
             return z, inner, inner / self.y.numel()
 
     def samples(p: Problem) -> Callable[[], dict[str, Tensor]]:
-        theta = {name: param.detach() for name, param in p.model.named_parameters()}
+        trained = [(n, param) for n, param in p.model.named_parameters() if param.requires_grad]
+        theta = {name: param.detach() for name, param in trained}
         ((X, y),) = p.data
 
         def loss(values: dict[str, Tensor], x: Tensor, target: Tensor) -> Tensor:
@@ -279,26 +327,69 @@ def by_hand() -> Quantities:
         return lambda: vmap(grad(loss), (None, 0, 0))(theta, X, y)
 
     class Factors:
-        """KFAC of models of linear layers, with the bias as a column of the weight."""
+        """KFAC of linear and convolutional layers, with the bias as a column of the weight."""
 
         def __init__(self, p: Problem):
-            ((self.X, _),), self.model = p.data, p.model
-            if {type(m) for m in p.model.children()} - {nn.Linear, nn.ReLU, nn.Tanh}:
-                raise NotImplementedError("Only linear layers by hand.")
+            ((self.X, self.y),), self.p = p.data, p
+            layers = [m for m in p.model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+            self.layers = [layer for layer in layers if layer.weight.requires_grad]
+            params = [param for layer in self.layers for param in layer.parameters()]
+            if {*map(id, params)} != {*map(id, p.params)}:
+                raise NotImplementedError("Only linear and convolutional layers by hand.")
 
-        def __call__(self) -> list[tuple[Tensor, Tensor]]:
-            x, uses = self.X, []
-            for layer in self.model:
-                z = layer(x)
-                uses += [(x.detach(), z)] if isinstance(layer, nn.Linear) else []
-                x = z
-            y = torch.distributions.Categorical(logits=x.detach()).sample()
-            loss = F.cross_entropy(x, y, reduction="sum")
-            gradients = torch.autograd.grad(loss, [z for _, z in uses])
-            inputs = [F.pad(a, (0, 1), value=1.0) for a, _ in uses]
-            N = len(y)
-            pairs = zip(inputs, gradients, strict=True)
-            return [(a.T @ a / N, g.T @ g / N) for a, g in pairs]
+        def __call__(self) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+            uses = []
+
+            def record(layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+                uses.append((layer, inputs[0].detach(), output))
+
+            hooks = [layer.register_forward_hook(record) for layer in self.layers]
+            z = self.p.model(self.X).movedim(1, -1).flatten(0, -2)
+            for hook in hooks:
+                hook.remove()
+            y = torch.distributions.Categorical(logits=z.detach()).sample()
+            loss = F.cross_entropy(z, y, reduction="sum")
+            gradients = torch.autograd.grad(loss, [output for _, _, output in uses])
+            pairs = zip(uses, gradients, strict=True)
+            return {layer: self.factors(layer, x, g) for (layer, x, _), g in pairs}
+
+        def factors(self, layer: nn.Module, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+            if isinstance(layer, nn.Conv2d):
+                options = {"padding": layer.padding, "stride": layer.stride}
+                x, g = F.unfold(x, layer.kernel_size, **options).mT, g.flatten(2).mT
+            x, g = x.flatten(0, -2), g.flatten(0, -2)
+            if layer.bias is not None:
+                x = F.pad(x, (0, 1), value=1.0)
+            return x.T @ x / len(self.X), g.T @ g / len(self.X)
+
+    class Training(Factors):
+        """SGD whose gradients are preconditioned."""
+
+        def __call__(self) -> list[Tensor]:
+            for _ in range(STEPS):
+                self.p.model.zero_grad()
+                self.p.loss(self.p.model(self.X), self.y).backward()
+                for layer, (A, B) in super().__call__().items():
+                    params = list(layer.parameters())
+                    gradient = torch.cat([p.grad.reshape(len(p), -1) for p in params], 1)
+                    direction = damped_solve(B, A, gradient)
+                    parts = direction.split([param[0].numel() for param in params], 1)
+                    for param, part in zip(params, parts, strict=True):
+                        param.data.sub_(RATE * part.reshape(param.shape))
+            return self.p.params
+
+    def scipy_operator(A: GaussNewton) -> LinearOperator:
+        A.__enter__()
+        device = A.p.params[0].device
+
+        def matvec(v: np.ndarray) -> np.ndarray:
+            return A.product(A.kept, torch.from_numpy(v).to(device)).cpu().numpy()
+
+        return LinearOperator((A.dim, A.dim), matvec, dtype=np.float32)
+
+    def cg_solve(A: GaussNewton) -> Tensor:
+        A.__enter__()
+        return solve(partial(A.product, A.kept), A.dim, A.p.params[0].device)
 
     def product(kind: type[Hessian], *columns: int) -> Quantity:
         return Quantity(kind, lambda A: A(*columns), lambda A: A)
@@ -306,22 +397,20 @@ def by_hand() -> Quantities:
     def norms(rows: Callable[[], dict[str, Tensor]]) -> Tensor:
         return sum(row.flatten(1).square().sum(1) for row in rows().values()).sqrt()
 
-    def scores(rows: Callable[[], dict[str, Tensor]], columns: int) -> Tensor:
-        flattened = torch.cat([row.flatten(1) for row in rows().values()], 1)
-        dim, device = flattened.shape[1], flattened.device
-        return flattened @ vectors(dim, columns, dtype=torch.float32, device=device)
-
     return {
         HESSIAN: product(Hessian),
         GGN: product(GaussNewton),
         FISHER: product(EmpiricalFisher),
         HESSIAN_COLUMNS: product(Hessian, 16),
         GGN_COLUMNS: product(GaussNewton, 16),
-        KFAC: Quantity(Factors, lambda K: K(), comparable=False),
+        KFAC: Quantity(Factors, lambda K: list(K().values()), comparable=False),
+        EIGENPAIRS: Quantity(GaussNewton, lambda A: largest(scipy_operator(A))),
+        SOLVE: Quantity(GaussNewton, cg_solve),
+        TRAINING: Quantity(Training, lambda K: K(), comparable=False),
         GRADIENTS: Quantity(samples, lambda rows: list(rows().values())),
         NORMS: Quantity(samples, norms),
-        SCORES: Quantity(samples, lambda rows: scores(rows, 32)),
-        MANY_SCORES: Quantity(samples, lambda rows: scores(rows, 64)),
+        SCORES: Quantity(samples, lambda rows: scores(list(rows().values()), 32)),
+        MANY_SCORES: Quantity(samples, lambda rows: scores(list(rows().values()), 64)),
     }
 
 
@@ -362,9 +451,21 @@ def incumbent() -> Quantities:
         kind = curvlinops.KFACInverseLinearOperator
         return from_factors(lambda K: multiply(kind(K, damping=DAMPING, **options)))
 
-    def eigenvalues(G: Any) -> np.ndarray:
-        v0 = np.random.default_rng(0).standard_normal(G.shape[0], dtype=np.float32)
-        return eigsh(G.to_scipy(), PAIRS, which="LA", tol=TOLERANCE, v0=v0)[0]
+    def train(p: Problem) -> list[Tensor]:
+        ((X, y),), kind = p.data, curvlinops.KFACInverseLinearOperator
+        K = operator("KFAC")(p)
+        for _ in range(STEPS):
+            p.model.zero_grad()
+            p.loss(p.model(X), y).backward()
+            K.compute_kronecker_factors()
+            inverse = kind(K, damping=SHIFT, use_exact_damping=True)
+            directions = inverse @ [param.grad for param in p.params]
+            for param, direction in zip(p.params, directions, strict=True):
+                param.data.sub_(RATE * direction)
+        return p.params
+
+    def cg_solve(G: Any) -> Tensor:
+        return solve(lambda v: G @ v, G.shape[0], G.device)
 
     return {
         HESSIAN: product("Hessian"),
@@ -380,7 +481,9 @@ def incumbent() -> Quantities:
         HEURISTIC: inverse(use_heuristic_damping=True),
         EXACT: inverse(use_exact_damping=True),
         EKFAC: Quantity(operator("EKFAC"), multiply, comparable=False),
-        EIGENPAIRS: Quantity(operator("GGN"), eigenvalues),
+        EIGENPAIRS: Quantity(operator("GGN"), lambda G: largest(G.to_scipy())),
+        SOLVE: Quantity(operator("GGN"), cg_solve),
+        TRAINING: Quantity(lambda p: p, train, comparable=False),
         TRACE: Quantity(
             operator("GGN"), lambda G: curvlinops.hutchpp_trace(G, PRODUCTS), comparable=False
         ),
@@ -396,10 +499,10 @@ def backpack() -> Quantities:
     from backpack.hessianfree.ggnvp import ggn_vector_product
     from backpack.hessianfree.hvp import hessian_vector_product
 
-    def product(p: Problem, ggn: bool) -> object:
+    def product(p: Problem, ggn: bool, v: Tensor | None = None) -> object:
         ((X, y),), params = p.data, p.params
-        dim = sum(param.numel() for param in params)
-        v = vectors(dim, dtype=torch.float32, device=X.device)
+        if v is None:
+            v = vectors(dimension(p), dtype=torch.float32, device=X.device)
         parts = v.split([param.numel() for param in params])
         v = [part.view_as(param) for part, param in zip(parts, params, strict=True)]
         output = p.model(X)
@@ -407,6 +510,31 @@ def backpack() -> Quantities:
         if ggn:
             return ggn_vector_product(loss, output, p.model, v)
         return hessian_vector_product(loss, params, v)
+
+    def dimension(p: Problem) -> int:
+        return sum(param.numel() for param in p.params)
+
+    def as_vector(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.flatten() for part in parts])
+
+    def ggn_operator(p: Problem) -> LinearOperator:
+        def matvec(v: np.ndarray) -> np.ndarray:
+            v = torch.from_numpy(v).to(p.params[0].device)
+            return as_vector(product(p, True, v)).cpu().numpy()
+
+        return LinearOperator((dimension(p), dimension(p)), matvec, dtype=np.float32)
+
+    def cg_solve(p: Problem) -> Tensor:
+        matvec = lambda v: as_vector(product(p, True, v))  # noqa: E731
+        return solve(matvec, dimension(p), p.params[0].device)
+
+    def train(built: tuple) -> list[Tensor]:
+        for _ in range(STEPS):
+            for param, (B, *A) in zip(built[-1], kfac.ask(built), strict=True):
+                A = A[0] if A else torch.ones(1, 1, device=B.device)
+                gradient = param.grad.reshape(len(param), -1)
+                param.data.sub_(RATE * damped_solve(B, A, gradient).view_as(param))
+        return built[-1]
 
     def extension(
         kind: type, name: str, finish: Callable = list, comparable: bool = True
@@ -426,6 +554,7 @@ def backpack() -> Quantities:
 
         return Quantity(build, ask, comparable=comparable)
 
+    kfac = extension(KFACExtension, "kfac", comparable=False)
     return {
         HESSIAN: Quantity(lambda p: p, lambda p: product(p, ggn=False)),
         GGN: Quantity(lambda p: p, lambda p: product(p, ggn=True)),
@@ -434,7 +563,11 @@ def backpack() -> Quantities:
             BatchL2Grad, "batch_l2", lambda found: sum(found).sqrt(), comparable=False
         ),
         DIAGONAL: extension(DiagGGNExact, "diag_ggn_exact"),
-        KFAC: extension(KFACExtension, "kfac", comparable=False),
+        SCORES: extension(BatchGrad, "grad_batch", lambda g: scores(g, 32), comparable=False),
+        EIGENPAIRS: Quantity(ggn_operator, largest),
+        SOLVE: Quantity(lambda p: p, cg_solve),
+        KFAC: kfac,
+        TRAINING: Quantity(kfac.build, train, comparable=False),
         KFAC_TYPE2: extension(KFLR, "kflr", comparable=False),
     }
 
@@ -444,19 +577,25 @@ def opacus() -> Quantities:
     from opacus import GradSampleModule
 
     def ask(built: tuple) -> list[Tensor]:
-        model, ((X, y),) = built
+        model, ((X, y),), params = built
         model.zero_grad()  # else gradients pile up
         F.cross_entropy(model(X), y, reduction="sum").backward()
-        return [param.grad_sample for param in model.parameters()]
+        return [param.grad_sample for param in params]
 
     def build(p: Problem) -> tuple:
-        return GradSampleModule(p.model, loss_reduction="sum"), p.data
+        for module in p.model.modules():  # gradients of samples exist in train mode only
+            module.training = not isinstance(module, nn.BatchNorm2d)
+        return GradSampleModule(p.model, loss_reduction="sum"), p.data, p.params
 
-    return {GRADIENTS: Quantity(build, ask)}
+    return {
+        GRADIENTS: Quantity(build, ask),
+        SCORES: Quantity(build, lambda built: scores(ask(built), 32)),
+    }
 
 
 def nngeometry() -> Quantities:
     """Return exact Fisher matrices by nngeometry."""
+    from nngeometry.layercollection import LayerCollection
     from nngeometry.metrics import FIM
     from nngeometry.object import PMatDiag, PMatKFAC
     from torch.utils.data import DataLoader, TensorDataset
@@ -464,11 +603,17 @@ def nngeometry() -> Quantities:
     def fisher(kind: type) -> Quantity:
         def build(p: Problem) -> tuple:
             ((X, y),) = p.data
-            return p.model, DataLoader(TensorDataset(X, y), batch_size=len(X)), X.device
+            layers = LayerCollection()
+            for module in p.model.modules():
+                params = list(module.parameters(recurse=False))
+                if params and params[0].requires_grad:
+                    layers.add_layer_from_model(p.model, module)
+            return p.model, DataLoader(TensorDataset(X, y), batch_size=len(X)), layers
 
         def ask(built: tuple) -> list:
-            model, loader, device = built
-            FIM(model, loader, kind, device=device)
+            model, loader, layers = built
+            device = next(model.parameters()).device
+            FIM(model, loader, kind, device=device, layer_collection=layers)
             return []
 
         return Quantity(build, ask, comparable=False)
@@ -486,7 +631,7 @@ class Package(NamedTuple):
 
 PACKAGES = {
     "ours": Package(ours, module="curvlinops"),
-    "checked": Package(partial(ours, check_deterministic=True)),
+    "unchecked": Package(partial(ours, check_deterministic=False)),
     "by hand": Package(by_hand),
     "curvlinops-for-pytorch": Package(incumbent, "curvlinops-for-pytorch", "curvlinops"),
     "backpack": Package(backpack, "backpack-for-pytorch", "backpack.extensions"),

@@ -1,12 +1,14 @@
-"""The five problems of the table, and others of their kinds that grow in one direction.
+"""The five problems of the tables, and others of their kinds that grow in one direction.
 
-Names are those of functions, with numbers in parentheses: `deep` or `deep(layers=400)`. Problems of
-the test suite are `test/NAME`.
+Names are those of functions, with numbers in parentheses: `deep` or `deep(layers=400)`. Of `NAME
+restricted`, only linear and convolutional layers are trained. Problems of the test suite are
+`test/NAME`.
 """
 
 import importlib.util
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -147,6 +149,7 @@ def gpt2(tokens: int = 32, width: int = 64, samples: int = 8) -> Problem:
     return Problem(model, nn.CrossEntropyLoss(), params, data, exact=False)
 
 
+RESTRICTED = " restricted"
 PROBLEMS = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
 
 
@@ -162,14 +165,35 @@ def _of_the_test_suite(name: str) -> Problem:
     return Problem(p.model, p.loss, p.params, p.data, options)
 
 
+def _restrict(problem: Problem) -> None:
+    """Freeze all parameters but those that linear and convolutional layers have for themselves."""
+    modules = list(problem.model.modules())
+    owners = Counter(param for module in modules for param in module.parameters(recurse=False))
+    layers = [module for module in modules if isinstance(module, nn.Linear | nn.Conv2d)]
+    kept = {param for layer in layers for param in layer.parameters() if owners[param] == 1}
+    for param in problem.model.parameters():
+        param.requires_grad_(param in kept)
+    problem.params = [param for param in problem.model.parameters() if param in kept]
+
+
+def about(name: str) -> str:
+    """Return a sentence about a problem."""
+    restricted = name.endswith(RESTRICTED)
+    more = " Only parameters of linear and convolutional layers, without the tied head."
+    return PROBLEMS[name.removesuffix(RESTRICTED)].__doc__ + (more if restricted else "")
+
+
 def make(name: str, device: str = "cpu") -> Problem:
     """Build a problem, the same in every process and at every call."""
     if name.startswith("test/"):
         return _of_the_test_suite(name.removeprefix("test/"))
     torch.manual_seed(0)
-    maker, numbers = re.fullmatch(r"(\w+)(?:\((.*)\))?", name).groups()
+    call = name.removesuffix(RESTRICTED)
+    maker, numbers = re.fullmatch(r"(\w+)(?:\((.*)\))?", call).groups()
     pairs = (pair.split("=") for pair in (numbers or "").split(",") if pair)
     problem = PROBLEMS[maker](**{key.strip(): int(value) for key, value in pairs})
+    if call != name:
+        _restrict(problem)
     problem.model.to(device)
     problem.data = [(X.to(device), y.to(device)) for X, y in problem.data]
     return problem

@@ -1,37 +1,76 @@
-"""Writes the results as Markdown, and draws them."""
+"""Writes the results as Markdown, and draws them.
 
+`python docs_src/benchmarks/report.py` reads `results/cpu.json`, or the files that it is given, and
+writes the tables and pictures beside it.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-OURS = ("ours", "checked")
+#: This package with the defaults, and without the check at construction.
+OURS, UNCHECKED, BY_HAND = "ours", "unchecked", "by hand"
 #: The relative difference of numbers from which on a package computes something else.
 WRONG = 1e-3
+#: Ratios up to this one are called equal. So are smaller peaks of memory.
+EQUAL, EQUAL_BYTES = 1.05, 2**17
+
+
+def write(path: Path) -> None:
+    """Write the tables and pictures of a file of results beside it."""
+    results = json.loads(path.read_text())
+    path.with_suffix(".md").write_text(table(results))
+    rows = ratios(results, "seconds")
+    picture(results, rows, "time", path.with_suffix(".png"))
+    picture(results, ratios(results, "bytes"), "memory", path.with_name(f"{path.stem}-memory.png"))
+    if results["growth"]:
+        growth_picture(results["growth"], path.with_name(f"{path.stem}-growth.png"))
 
 
 def table(results: dict) -> str:
     """Write results as Markdown."""
-    peers = ", ".join(f"{name} {version}" for name, version in results["peers"].items())
+    peers = [f"{name} {version}" for name, version in results["peers"].items()]
+    missing = [f"{name} ({_code(why)})" for name, why in results["missing"].items()]
     lines = [
         f"Commit {results['commit']}; {results['machine']}; {results['versions']}. "
-        f"Peers: {peers or 'none'}.",
+        f"Peers: {', '.join(peers) or 'none'}."
+        + (f" Peers that are missing: {', '.join(missing)}." if missing else ""),
         "",
         *_imports(results["imports"]),
+        *_worse(results),
+        "## Times and memory",
+        "",
     ]
     for problem, result in results["problems"].items():
         unit = result["gradient"]
         lines += [f"**{problem}**: {result['about']} One gradient takes {1e3 * unit:.2f} ms.", ""]
         lines += _rows(result["rows"], lambda cell, unit=unit: _cell(cell, unit))
+        lines += _refusals(result["rows"])
+    lines += ["## Growth", ""]
     for what, sizes in results["growth"].items():
         lines += [f"**Growth with {what}**, milliseconds for {', '.join(sizes)}", ""]
-        rows: dict[str, dict] = {}
-        for problem, found in sizes.items():
-            for row, cells in found.items():
-                for name, cell in cells.items():
-                    rows.setdefault(row, {}).setdefault(name, dict.fromkeys(sizes))[problem] = cell
-        lines += _rows(rows, _sizes)
+        lines += _rows(_by_row(sizes), _sizes)
     return "\n".join(lines)
 
 
-def _rows(rows: dict, show) -> list[str]:
+def _code(text: str) -> str:
+    return f"`{text.replace('`', '')}`"
+
+
+def _by_row(sizes: dict) -> dict[str, dict]:
+    """Return the cells of all sizes for each row and package."""
+    rows: dict[str, dict] = {}
+    for problem, found in sizes.items():
+        for row, cells in found.items():
+            for name, cell in cells.items():
+                rows.setdefault(row, {}).setdefault(name, dict.fromkeys(sizes))[problem] = cell
+    return rows
+
+
+def _rows(rows: dict, show: Callable[[dict], str]) -> list[str]:
     packages = list(dict.fromkeys(name for cells in rows.values() for name in cells))
     lines = [f"| | {' | '.join(packages)} |", "|---" * (len(packages) + 1) + "|"]
     for row, cells in rows.items():
@@ -49,6 +88,20 @@ def _cell(cell: dict, unit: float) -> str:
     return f"{cell['seconds'] / unit:.2f} +{cell['spread']:.0%}{memory}{wrong}"
 
 
+def _refusals(rows: dict) -> list[str]:
+    """Say why cells have a dash."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row, cells in rows.items():
+        for name, cell in cells.items():
+            if "refused" in cell:
+                reasons.setdefault((name, cell["refused"]), []).append(row.rpartition(", ")[0])
+    lines = [
+        f"- {name}, {' and '.join(dict.fromkeys(found))}: {_code(why)}"
+        for (name, why), found in reasons.items()
+    ]
+    return ["Dashes:", "", *lines, ""] if lines else []
+
+
 def _sizes(cells: dict) -> str:
     found = [cell and cell.get("seconds") for cell in cells.values()]
     return " / ".join("-" if seconds is None else f"{1e3 * seconds:.3g}" for seconds in found)
@@ -59,53 +112,140 @@ def _imports(seconds: dict[str, float]) -> list[str]:
     return [f"CPU time of the import, after that of PyTorch: {found}.", ""]
 
 
-def picture(results: dict, path: Path) -> None:
-    """Draw this package's times over those of the fastest peer, and of code written by hand."""
+Ratios = dict[str, dict[str, dict[str, float]]]
+
+
+def ratios(results: dict, what: str) -> Ratios:
+    """Return this package's seconds or bytes over those of others.
+
+    Returns:
+        For each problem and row: over the best peer's with the defaults (`peer`) and without the
+        check (`unchecked`), and over those of code by hand with the defaults (`by hand`).
+    """
+    found: Ratios = {}
+    for problem, result in results["problems"].items():
+        for row, cells in result["rows"].items():
+            right = {n: c[what] for n, c in cells.items() if _counts(c, what)}
+            peers = {n: x for n, x in right.items() if n not in (OURS, UNCHECKED, BY_HAND)}
+            pairs = {"peer": OURS, UNCHECKED: UNCHECKED} if peers else {}
+            ratio = {k: right[n] / min(peers.values()) for k, n in pairs.items() if n in right}
+            if OURS in right and BY_HAND in right:
+                ratio[BY_HAND] = right[OURS] / right[BY_HAND]
+            found.setdefault(problem, {})[row] = ratio
+    return found
+
+
+def _counts(cell: dict, what: str) -> bool:
+    enough = cell.get(what, 0) > (EQUAL_BYTES if what == "bytes" else 0)
+    return enough and cell.get("differs", 0) <= WRONG
+
+
+def _worse(results: dict) -> list[str]:
+    """List where a peer takes less."""
+    lines = ["## Where a peer is better", ""]
+    verbs = {"seconds": "takes less time", "bytes": "needs less memory"}
+    for what, verb in verbs.items():
+        of_problems = ratios(results, what)
+        pairs = [ratio for rows in of_problems.values() for ratio in rows.values()]
+        count = sum("peer" in ratio for ratio in pairs)
+        worse = sum(ratio.get("peer", 0) > EQUAL for ratio in pairs)
+        lines += [
+            f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}. This "
+            "package, with its defaults, over the best peer:",
+            "",
+        ]
+        rows: dict[str, dict[str, float]] = {}
+        for problem, found in of_problems.items():
+            for row, ratio in found.items():
+                if ratio.get("peer", 0) > EQUAL:
+                    rows.setdefault(row, dict.fromkeys(of_problems, 0.0))[problem] = ratio["peer"]
+        lines += _rows(rows, lambda ratio: f"{ratio:.2g}" if ratio else "") if rows else []
+    return lines
+
+
+def picture(results: dict, of_problems: Ratios, what: str, path: Path) -> None:
+    """Draw this package's time or memory over that of the best peer, and of code by hand."""
     from matplotlib import pyplot as plt
 
     problems = results["problems"]
     rows = list(dict.fromkeys(row for result in problems.values() for row in result["rows"]))
-    size = (max(7, 3.2 + 1.9 * len(problems)), 1 + 0.22 * len(rows))
-    figure, axes = plt.subplots(
-        1,
-        len(problems),
-        figsize=size,
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for ax, (problem, result) in zip(axes[0], problems.items(), strict=True):
-        for peer, style in {"fastest peer": "o", "by hand": "x"}.items():
-            pairs = [(i, _ratio(result["rows"].get(row, {}), peer)) for i, row in enumerate(rows)]
-            found = [(ratio, i) for i, ratio in pairs if ratio]
-            colors = ["tab:green" if ratio <= 1.05 else "tab:red" for ratio, _ in found]
-            if found:
-                ax.scatter(*zip(*found, strict=True), c=colors, marker=style, s=28, zorder=3)
+    size = (max(7, 3.2 + 1.6 * len(problems)), 1 + 0.22 * len(rows))
+    options = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(1, len(problems), figsize=size, **options)
+    styles = {
+        "peer": {"marker": "o", "s": 28},
+        UNCHECKED: {"marker": "o", "s": 28, "facecolors": "none"},
+        BY_HAND: {"marker": "x", "s": 28},
+    }
+    for ax, problem in zip(axes[0], problems, strict=True):
+        for kind, style in styles.items():
+            found = [(of_problems[problem].get(row, {}).get(kind), i) for i, row in enumerate(rows)]
+            for good, color in {True: "tab:green", False: "tab:red"}.items():
+                some = [pair for pair in found if pair[0] and (pair[0] <= EQUAL) == good]
+                if some:
+                    colors = {"edgecolors": color} if "facecolors" in style else {"c": color}
+                    ax.scatter(*zip(*some, strict=True), **style, **colors, zorder=3)
         ax.axvline(1, color="black", linewidth=1)
-        ax.set(title=problem, xscale="log", xlim=(0.05, 40))
+        ax.set_xscale("log")
+        ax.set_title(problem, fontsize=10)
+        ax.set_xlim(0.05, 40)
         ax.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
         ax.xaxis.set_minor_locator(plt.NullLocator())
         ax.grid(alpha=0.3)
     axes[0][0].set_yticks(range(len(rows)), rows, fontsize=8)
     axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
+    labels = {
+        "peer": f"{what} over that of the best peer",
+        UNCHECKED: "the same, without the check at construction",
+        BY_HAND: f"{what} over that of code by hand",
+    }
     handles = [
-        plt.Line2D(
-            [], [], linestyle="", color="gray", marker=style, label=f"time over that of {who}"
-        )
-        for who, style in {"the fastest peer": "o", "code by hand": "x"}.items()
+        plt.scatter([], [], **styles[kind], label=label)
+        if kind != UNCHECKED
+        else plt.scatter([], [], **styles[kind], edgecolors="gray", label=label)
+        for kind, label in labels.items()
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def _ratio(cells: dict, peer: str) -> float | None:
-    right = {n: c for n, c in cells.items() if "seconds" in c and c.get("differs", 0) <= WRONG}
-    seconds = {name: cell["seconds"] for name, cell in right.items()}
-    others = {
-        name: value
-        for name, value in seconds.items()
-        if name not in OURS and (name == "by hand") == (peer == "by hand")
-    }
-    return seconds["ours"] / min(others.values()) if others and "ours" in seconds else None
+def growth_picture(growth: dict, path: Path) -> None:
+    """Draw how times grow, a line for each package."""
+    from matplotlib import pyplot as plt
+
+    panels = [(what, row) for what, sizes in growth.items() for row in _by_row(sizes)]
+    columns = 4
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(12, 2.3 * lines), squeeze=False, layout="constrained"
+    )
+    packages = list(
+        dict.fromkeys(n for s in growth.values() for r in _by_row(s).values() for n in r)
+    )
+    handles: dict[str, Any] = {}
+    for ax, (what, row) in zip(axes.flat, panels, strict=False):
+        for name, cells in _by_row(growth[what])[row].items():
+            sizes = [float(re.findall(rf"{what}=(\d+)", problem)[0]) for problem in cells]
+            pairs = zip(sizes, cells.values(), strict=True)
+            points = [(x, 1e3 * cell["seconds"]) for x, cell in pairs if cell and "seconds" in cell]
+            if points:
+                style = {"color": f"C{packages.index(name)}", "marker": "o", "markersize": 4}
+                width = 2.5 if name == OURS else 1.2
+                handles[name] = ax.plot(*zip(*points, strict=True), **style, linewidth=width)[0]
+        ax.set(xscale="log", yscale="log", xlabel=what)
+        ax.set_title(row, fontsize=9)
+        ax.grid(alpha=0.3)
+    for ax in axes.flat[len(panels) :]:
+        ax.axis("off")
+    figure.supylabel("milliseconds", fontsize=10)
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False
+    )
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or [Path(__file__).parent / "results" / "cpu.json"]:
+        write(Path(name))

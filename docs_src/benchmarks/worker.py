@@ -2,11 +2,12 @@
 
     worker.py PACKAGE DEVICE FILE
 
-Prints the path of the package if it is ours, else null. `row PROBLEM | QUANTITY | STATE` makes a
-problem, and later lines are about it: `time` answers with the CPU and wall seconds of some calls,
-`memory` with the peak of all tensors in bytes beyond those of model and data, from construction to
-the second result; `numbers` writes the numbers of a first result and of one in the state to the
-file. A failure is answered by its message. All answers are JSON.
+Prints the path of the package if it is ours, else null, or why it cannot be imported. Then
+`row PROBLEM | QUANTITY | STATE` makes a problem, and later lines are about it: `time` answers with
+the CPU and wall seconds of some calls, `memory` with the peak of all tensors in bytes beyond those
+of model and data, from construction to the second result; `numbers` writes the numbers of a first
+result and of one in the state to the file. A failure is answered by its message. All answers are
+JSON.
 """
 
 import gc
@@ -162,12 +163,21 @@ def numbers(result: object) -> dict[str, torch.Tensor]:
     return found
 
 
+def refusal(error: Exception) -> dict[str, str]:
+    """Return the answer that says why there is no result."""
+    return {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+
+
 def main() -> None:
     """Answer line by line."""
     warnings.simplefilter("ignore")
     package, device, path = sys.argv[1:]
     torch.set_num_threads(1)  # so that CPU seconds tell packages apart
-    quantities = {"gradient": gradient(), **PACKAGES[package].quantities()}
+    try:
+        quantities = {"gradient": gradient(), **PACKAGES[package].quantities()}
+    except Exception as error:  # of a dependency, say
+        print(json.dumps(refusal(error)), flush=True)
+        return
     print(json.dumps(getattr(sys.modules.get("curvlinops"), "__file__", None)), flush=True)
     row: Row | None = None
     for line in sys.stdin:
@@ -190,7 +200,7 @@ def main() -> None:
                 torch.save(numbers(row.call()()), Path(path))
                 answer = None
         except Exception as error:
-            answer = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            answer = refusal(error)
         print(json.dumps(answer), flush=True)
 
 
