@@ -129,10 +129,10 @@ _FUNCTIONS = (
 )
 
 #: Attributes that people look for, and what to write instead.
-_REMEDIES = {
+REMEDIES = {
     **{name: f"It is a function: curvlinops.{name}(A, ...)." for name in _FUNCTIONS},
     **dict.fromkeys(("spectrum", "density"), "Call lanczos_approximate_spectrum(A, ncv)."),
-    **dict.fromkeys(("hvp", "vhp", "mvp"), "Write A @ x."),
+    **dict.fromkeys(("hvp", "vhp", "mvp", "mv"), "Write A @ x."),
     **{
         name: f"Only operators with structure have it, such as KFACLinearOperator. {remedy}"
         for name, remedy in _OF_STRUCTURE.items()
@@ -141,7 +141,11 @@ _REMEDIES = {
         ("eigenvalues", "eigvals"),
         "Compute k of them by eigsh(A, k); operators with structure have A.eigvalsh().",
     ),
-    **dict.fromkeys(("todense", "toarray", "numpy"), "A.to_dense() is the matrix as a tensor."),
+    **dict.fromkeys(
+        ("dense", "matrix", "todense", "toarray", "numpy"),
+        "A.to_dense() is the matrix as a tensor.",
+    ),
+    "diag": f"Operators with structure have diagonal(). For others: {_OF_STRUCTURE['diagonal']}",
     **dict.fromkeys(("to", "cuda", "cpu"), "Call A.to_device(device)."),
     **dict.fromkeys(("double", "float"), "Convert the model, and build the operator anew."),
     "inv": f"Operators with structure have A.inverse(). For others: {_SOLVE}",
@@ -261,8 +265,8 @@ class TorchLinearOperator(LinearOperator):
 
         def __getattr__(self, name: str) -> Any:
             """Refuse attributes that people look for by what to write instead."""
-            if name in _REMEDIES:
-                raise AttributeError(f"{type(self).__name__} has no '{name}'. {_REMEDIES[name]}")
+            if name in REMEDIES:
+                raise AttributeError(f"{type(self).__name__} has no '{name}'. {REMEDIES[name]}")
             return self.__getattribute__(name)  # raises the error of Python, or of a property
 
     # --- what a subclass implements

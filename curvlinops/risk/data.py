@@ -45,6 +45,7 @@ class Batch:
     def name_in(self, error: Exception) -> None:
         """Add the batch in which an error was raised to the error, as a note."""
         tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
+        tensors[8:] = [f"and {len(tensors) - 8} more"] if len(tensors) > 8 else []
         about = " of ".join([type(self.X).__name__, *filter(None, ["; ".join(tensors)])])
         note = f"(in batch {self.index} of the data; the model gets X, {about}, as one argument)"
         if isinstance(self.X, Mapping):

@@ -75,6 +75,6 @@ FORMER_KEYWORDS = {
 def explain(name: str) -> str:
     """Return the message for a former name."""
     return (
-        f"'curvlinops.{name}' is a name of curvlinops-for-pytorch, which this package has not. "
+        f"'curvlinops.{name}' is a name of curvlinops-for-pytorch that this package does not have. "
         f"Here: {FORMER[name]}. See the page 'Coming from other packages' of the documentation."
     )
