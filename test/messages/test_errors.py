@@ -900,7 +900,7 @@ def test_a_matrix_is_added_as_the_message_says():
 IMPORTS = {
     "from curvlinops import kfac": "KFACLinearOperator, FisherType, KFACType",
     "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
-    "from curvlinops import KFOCLinearOperator": "there is no counterpart",
+    "from curvlinops import KFOCLinearOperator": "fit='frobenius'",
 }
 
 
