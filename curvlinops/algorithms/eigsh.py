@@ -82,8 +82,8 @@ def eigsh(
 
     Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
     Appl. 2000). The Krylov space of m vectors contains at most m copies of a multiple eigenvalue.
-    So the search goes on with random vectors, orthogonal to all that it has seen, until one of them
-    excludes better eigenvalues, but for a chance of about 0.1 %. Eigenpairs of structured
+    So the search continues with random vectors, orthogonal to all earlier ones, until better
+    eigenvalues are excluded, except for a chance of about 0.1 %. Eigenpairs of structured
     operators, such as KFAC, are computed from their structure.
 
     Args:
@@ -103,11 +103,11 @@ def eigsh(
             relative to the norm of ``A``, are always accepted. With zero, residuals are as small as
             the accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        verify: Whether to look for better eigenvalues in the space that the search has not seen.
-            That takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
+        verify: Whether to look for better eigenvalues in the space that the search has not covered.
+            This takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
             spectrum. It takes none if ``v0`` is not given, and at most ``block_size`` eigenvalues
-            are wanted from each end. With False, one copy of an eigenvalue is enough, and ``v0`` is
-            trusted.
+            are wanted from each end. With False, copies of an eigenvalue may be missing, and
+            eigenvectors that are orthogonal to ``v0``.
         on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
         seed: Seed of random vectors. Default: always the same one; nothing is drawn from PyTorch's
             global generator.

@@ -78,10 +78,10 @@ def quadratic_form(
     """Enclose ``g^T (A + damping I)^-1 g`` for a positive semidefinite matrix A.
 
     Such forms are self-influences of samples, and variances of predictions. The bounds hold for any
-    number of products, and account for rounding: with the error of a product at most 32 times the
-    machine precision and the norm of A, or what asymmetries of products show if that is more. They
-    need a positive semidefinite matrix. One with negative eigenvalues is refused if the products
-    show one, but they may not.
+    number of products, and account for rounding. The error of a product is assumed to be at most 32
+    times the machine precision times the norm of A, or more if asymmetries of products show that.
+    The bounds need a positive semidefinite matrix. A matrix with a negative eigenvalue is refused
+    if the products show it, but they may not show it.
 
     Operators with structure that have an inverse, such as KFAC and EKFAC, give its exact form, up
     to rounding, as both bounds.
@@ -94,7 +94,7 @@ def quadratic_form(
         num_products: The largest number of products for each vector, at least two. Two vectors are
             held in memory for each product.
         rtol: The width of the interval, relative to the upper bound, with which a vector takes no
-            more products. It does not, either, if rounding makes half of the width.
+            more products. A vector also takes no more if rounding makes up half of the width.
         preconditioner: An operator that approximates ``(A + damping I)^-1``, such as EKFAC's
             inverse. The bounds hold for any; with a good one, they take fewer products.
         callback: A function that is called with an ``Iteration`` after each product but

@@ -77,8 +77,8 @@ class StoredGradients(NamedTuple):
 class GradientStore:
     """Projected gradients of the N training samples, in a directory that ``write`` has filled.
 
-    Scores need neither the training data nor the curvature. They are those of the gradients'
-    components in a subspace, layer by layer, with the inverse of the curvature inside of it.
+    Scores need neither the training data nor the curvature. They use the gradients' components in a
+    subspace for each layer, and the inverse of the curvature inside of it.
 
     Args:
         directory: The directory.
@@ -119,11 +119,11 @@ class GradientStore:
         ``sum_s (P_B^T g_s) (P_A^T x_s)^T``, with at most ``rank ** 2`` numbers, and is not formed.
         All parameters take part. Those of normalization layers, and biases that have a block of
         their own, keep at most ``rank ** 2`` numbers, too. It takes one pass over the data. If a
-        run is killed, the same call continues it: what is there is not computed again.
+        run is killed, the same call continues it: files that exist are not computed again.
 
         Args:
             rows: The gradients of the training samples.
-            directory: The directory, which may not exist yet. What is there must be of the same
+            directory: The directory, which may not exist yet. Its files must belong to the same
                 options, model, loss and first batch, which are compared by numbers.
             rank: The number of columns of P_B and P_A. Smaller layers are kept whole.
             basis: KFAC or EKFAC, or what ``write_factors`` and ``load`` return, on the same

@@ -26,11 +26,11 @@ def by_layer(
         A: A square operator on named parameters.
         function: A function of an operator, such as ``xtrace``, ``eigsh``, or
             ``lanczos_approximate_spectrum``.
-        *args: Its further arguments.
+        *args: Further arguments of the function.
         by: The layers. ``"module"``: the parameters that a module has itself, such as weight and
             bias. ``"parameter"``: each parameter. Or a dictionary from labels to names and globs
             of parameters or modules, such as ``{"attention": "*.attn"}``.
-        **options: Its keyword arguments.
+        **options: Keyword arguments of the function.
 
     Returns:
         The function's results, by the name of the module or parameter, or by label.

@@ -199,13 +199,13 @@ def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor
 class TorchLinearOperator(LinearOperator):
     """A real linear operator whose products run in PyTorch.
 
-    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
-    the kind that came in; tensors never leave the operator's device. Sums, multiples,
-    products, powers and adjoints of such operators are operators of this class; with other scipy
-    operators they are scipy operators.
+    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns the
+    same kind; tensors never leave the operator's device. Sums, multiples, products, powers and
+    adjoints of such operators are operators of this class; with other scipy operators they are
+    scipy operators.
 
-    Products with tensors that require gradients can be differentiated with respect to these, not
-    with respect to what the operator is made of. That takes an adjoint.
+    Products can be differentiated with respect to the vectors, but not with respect to the tensors
+    of the operator. This takes an adjoint.
 
     A subclass implements ``_apply``, and ``_transposed`` unless it is self-adjoint; and
     ``_operands`` if it multiplies with other operators.
@@ -431,7 +431,7 @@ class TorchLinearOperator(LinearOperator):
         )
 
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
-        """Return the operator, a scipy LinearOperator; for another real dtype one that casts."""
+        """Return the operator, a scipy LinearOperator; for another real dtype, one that casts."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         if dtype == self.dtype:
             return self
@@ -442,8 +442,8 @@ class TorchLinearOperator(LinearOperator):
     def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant inside the context.
 
-        Products share what does not depend on the vectors. The solvers and estimators of this
-        package enter it themselves; around SciPy's, write::
+        Products share the work that does not depend on the vectors. The solvers and estimators of
+        this package enter it themselves; around SciPy's, write::
 
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)

@@ -46,7 +46,7 @@ class DataLinearOperator(TorchLinearOperator):
     Args:
         model_func: The model. A ``torch.nn.Module``; or, with dictionary ``params``, a function
             ``(params, X) -> output``; or, with a list ``params``, a function ``X -> output`` that
-            uses those very tensors. The output is one tensor, batch axis first.
+            uses the very tensors of this list. The output is one tensor, batch axis first.
         loss_func: The loss: a PyTorch loss module, or a function ``(output, target) -> scalar``
             that adds up or averages over samples, which is checked on the first batch. If ``data``
             has the length one, Hessian and GGN take any function of the batch.
@@ -59,9 +59,9 @@ class DataLinearOperator(TorchLinearOperator):
             bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check at construction, on the first batch, that data and
             loss repeat (and the gradient, where that does not follow), and that samples do not
-            interact in the model; except in one batch that is all data, for operators that are not
-            made of single samples. In products, custom autograd functions of the model are compared
-            (see the page Conventions).
+            interact in the model. They may interact if one batch is all data, except in operators
+            that need single samples. In products, the derivatives of custom autograd functions are
+            checked, too (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -228,9 +228,9 @@ class DataLinearOperator(TorchLinearOperator):
     def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant, so that products share graphs; see ``cache``.
 
-        The first product keeps what does not depend on its vectors, batch by batch. Once that of
-        all batches is kept, no data is read, moved or compared. All is freed at the end. The
-        context may be entered again inside, and belongs to the thread that enters it; in a
+        The first product keeps all work that does not depend on its vectors, batch by batch. Once
+        all batches are kept, no data is read, moved or compared. The memory is freed at the end.
+        The context may be entered again inside, and belongs to the thread that enters it; in a
         generator, it holds while the generator runs.
 
         Raises:
@@ -347,7 +347,7 @@ class DataLinearOperator(TorchLinearOperator):
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
         """Move the operator itself, and the user's module and loss, to another device.
 
-        Operators made of it before, such as sums, do not follow: make them again.
+        Operators that were built from it, such as sums, do not follow: build them again.
         """
         if (shared := linearization_of(self)) is not None:
             shared.close()  # what it keeps is on the other device

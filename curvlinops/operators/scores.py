@@ -31,7 +31,7 @@ SECONDS = 30.0
 class LowRankColumns:
     """K vectors of the parameters, whose matrices were replaced by matrices of low rank.
 
-    The method ``low_rank`` of gradients of samples makes it, and ``scores`` takes it.
+    ``PerSampleGradientLinearOperator.low_rank`` returns them, and ``scores`` takes them.
 
     Attributes:
         rank: The largest rank of a matrix.

@@ -635,9 +635,9 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     see ``curvlinops.layers.factors`` for the reduce setting. Biases have A = 1. A weight that is
     used several times has one pair of moments over all its uses. Embeddings have a diagonal A.
     Convolutions with several groups have a pair of factors for each group. Normalization layers and
-    other parameters that are added, or multiplied elementwise, have their exact block; those with
-    several axes and more than 4096 entries, such as position embeddings, one for each vector along
-    the last axis.
+    other parameters that are added, or multiplied elementwise, have their exact block. Those with
+    several axes and more than 4096 entries, such as position embeddings, have one block for each
+    vector along the last axis.
 
     Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature,
     ICML 2015; Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution
