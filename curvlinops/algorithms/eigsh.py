@@ -267,11 +267,12 @@ def thick_restart_lanczos(
 ) -> tuple["LanczosBasis", RitzPairs, int]:
     """Find eigenpairs at the ends of the spectrum by block thick-restart Lanczos.
 
-    A Krylov space has no more copies of an eigenvalue than its start has vectors, and nothing of an
-    eigenspace in which the start has no part. So b random vectors show b eigenpairs at each end. If
+    A Krylov space has at most as many copies of an eigenvalue as there are start vectors, and no
+    eigenvector that is orthogonal to them. So b random vectors show b eigenpairs at each end. If
     more are wanted, or the start is not random, a probe follows: another Krylov space, of a random
-    vector that is orthogonal to the basis. The search ends when that excludes better eigenvalues,
-    and goes on with those that it finds. Each probe but the last one brings at least one pair.
+    vector that is orthogonal to the basis. The search ends when the probe excludes better
+    eigenvalues, and continues with those that it finds. Each probe but the last one brings at least
+    one pair.
 
     Args:
         matrix: The symmetric matrix.
@@ -304,7 +305,7 @@ def thick_restart_lanczos(
                 return basis, search.found, search.num_missed
             if basis.is_full:
                 if restarts == maxiter:
-                    # if all have converged, there may be better ones in the space not seen
+                    # if all have converged, there may be better ones in the rest of the space
                     return basis, search.found, max(search.num_missed, 1)
                 restarts, checked = restarts + 1, 0
                 search.restart()

@@ -13,7 +13,7 @@ gives better directions: P times residuals. The bounds hold for all directions, 
 preconditioner, and whether or not the directions lose their orthogonality.
 
 Rounding. A product with a unit vector is assumed to have an error of norm ``noise`` at most, and
-both bounds are widened by what such errors change. ``noise`` is ``32 eps`` of the products' dtype
+both bounds are widened by the effect of such errors. ``noise`` is ``32 eps`` of the products' dtype
 times the largest norm of a product with a unit vector. If they are larger, it is four times the
 largest asymmetry ``|z_i^T A z_j - z_j^T A z_i|`` of the directions, or four times the negative part
 of the projected matrix ``Z A Z^T``: of a positive semidefinite matrix, rounding alone makes these.

@@ -35,7 +35,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of files. It changes when older ones cannot be read any more.
 _FORMAT = "gradients 1"
-#: What waits in memory for its file has at most so many bytes, besides those of one batch.
+#: Largest number of bytes that wait in memory for their file, besides those of one batch.
 _BYTES = 2**28
 #: The beginning of the name of the file that is read before others.
 _FIRST = "-"
@@ -47,7 +47,7 @@ class StoredProjections(NamedTuple):
     """The projections of all gradients in a directory.
 
     Attributes:
-        identity: What they belong to, as JSON.
+        identity: The identity that they belong to, as JSON.
         projections: The projections.
         mean_eigenvalue: The mean of all eigenvalues of the curvature, if that is given.
     """
@@ -62,7 +62,7 @@ class StoredGradients(NamedTuple):
     """Projected gradients of some rows.
 
     Attributes:
-        identity: What they belong to, as JSON, and the checksum of the projections.
+        identity: The identity that they belong to, as JSON, and the checksum of the projections.
         rows: Which of all rows they are, ``[n]``.
         gradients: The projected gradients, ``[n, R]``.
         norms: The norms of the whole gradients, ``[n]``.
@@ -269,7 +269,7 @@ class GradientStore:
 
     @property
     def _identity_of_parts(self) -> Identity:
-        """Return what gradients in files belong to: the rows, and the projections."""
+        """Return the identity of gradients in files: the rows, and the projections."""
         sums = [0 if x is None else int(checksum(x)) for p in self.projections for x in p.columns]
         return self._identity | {"the projections": sums}
 
@@ -317,7 +317,7 @@ class GradientStore:
 
 
 def _read(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what is in the files of a directory, and their names for messages."""
+    """Yield the contents of the files in a directory, and their names for messages."""
     for state in read_parts(directory):
         yield source_of(state), from_state(state, _FORMAT, tuple, torch.device("cpu"))
 
@@ -339,7 +339,7 @@ def _projections_in(directory: Path, identity: Identity | None) -> StoredProject
 def _projected(
     rows: PerSampleGradientLinearOperator, projections: Projections, done: Tensor, like: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield which rows those of each batch are, and their projections, see ``project``."""
+    """Yield the indices of the rows of each batch, and their projections, see ``project``."""
     batches = rows._by_batch(
         "projected gradients",
         done,
@@ -370,7 +370,7 @@ def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
 
 
 def _numbers_of(structure: BlockDiagonalLinearOperator | None, seed: int) -> dict[str, Any]:
-    """Return what tells bases apart; eigenvectors have signs that are not always the same."""
+    """Return numbers that tell bases apart; signs of eigenvectors are not always the same."""
     if structure is None:
         return {"basis": "random", "seed": seed}
     numbers = [float(structure.frobenius_norm()), float(structure.trace())]

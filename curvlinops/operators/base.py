@@ -133,7 +133,7 @@ class DataLinearOperator(TorchLinearOperator):
                 self.check_deterministic,
                 self._per_sample,
             )
-            # data first: in their place stand X and y if a user forgets the brackets
+            # data first: users who forget the brackets pass X and y in their place
             check_flag("progressbar", self.progressbar)
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
@@ -143,7 +143,7 @@ class DataLinearOperator(TorchLinearOperator):
             self._check_model()
         super().__init__(*self._spaces())
 
-    # --- what a subclass says
+    # --- methods of subclasses
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
@@ -204,7 +204,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @contextmanager
     def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
-        """Yield what is built of each batch; inside of ``linearized()`` what was kept of it.
+        """Yield the result of each batch; inside of ``linearized()`` the kept one.
 
         Args:
             build: Builds it.
@@ -350,7 +350,7 @@ class DataLinearOperator(TorchLinearOperator):
         Operators that were built from it, such as sums, do not follow: build them again.
         """
         if (shared := linearization_of(self)) is not None:
-            shared.close()  # what it keeps is on the other device
+            shared.close()  # kept graphs are on the other device
         with exclusive():
             self.risk.to(device := as_device(device))
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
@@ -362,7 +362,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Refuse parameters of the loss in ``params``, by name."""
         given = self.params.values() if is_named(self.params) else self.params
         for root in find_modules(self.loss_func):
-            if isinstance(root, LinearCrossEntropyLoss):  # of which the model has the head
+            if isinstance(root, LinearCrossEntropyLoss):  # the model has the head of this loss
                 continue
             for name, parameter in root.named_parameters():
                 if any(parameter is x for x in given):

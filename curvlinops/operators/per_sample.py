@@ -261,7 +261,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Yield the number of each batch with rows, its rows, and what is computed of these.
 
         Args:
-            task: What it is for.
+            task: The purpose of the pass.
             done: Which wanted rows are known. Batches that have no others are left out.
             of: Returns something of a batch's rows, ``[M, *]``.
         """
@@ -372,12 +372,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _score_identity(
         self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
     ) -> Identity:
-        """Return what scores depend on."""
+        """Return everything that scores depend on."""
         options = {"per_position": per_position, "one vector": is_vector, **numbers_in(columns)}
         return self._identity(options)
 
     def _identity(self, options: Mapping[str, Any]) -> Identity:
-        """Return what numbers of all rows depend on."""
+        """Return everything that numbers of all rows depend on."""
         rows = {
             "number of rows": self.shape[0],
             "terms": self.terms,

@@ -1,4 +1,4 @@
-"""What all matrices with structure can do."""
+"""The methods of all matrices with structure."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -197,7 +197,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def state_dict(self) -> dict[str, Any]:
-        """Return what the operator consists of: tensors by name, and metadata as a string.
+        """Return the contents of the operator: tensors by name, and metadata as a string.
 
         ``load`` makes an operator of it. Do not write to the tensors: they are the operator's own.
 
@@ -290,7 +290,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self.codomain.join_rows(self._apply(columns, self.codomain.names))
 
     def _parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
-        """Return so many equally large diagonal blocks, of which the operator consists.
+        """Return the operator as so many equally large diagonal blocks.
 
         They are made once, so that operators that share something share its parts.
         """

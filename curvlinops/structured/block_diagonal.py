@@ -192,7 +192,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return columns if self.domain.in_parts else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
-        """Return numbers that have zeros for other processes' blocks with those of all blocks."""
+        """Return numbers of all blocks, given numbers that are zero for other processes' blocks."""
         return self.ranks.add(numbers)
 
     def _map(
@@ -244,14 +244,14 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return rows if space.in_parts else self._complete(rows)
 
     def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
-        """Return the vectors of a block, given vectors of which processes may have parts."""
+        """Return the vectors of a block, given vectors that may be spread over processes."""
         if self.domain.in_parts:
             names = [name for name in columns if name in layout.names]  # in the same order
             columns = {name: self.domain.gather(name, columns[name]) for name in names}
         return layout.gather(columns)
 
     def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
-        """Write the vectors of a block to vectors of which processes may have parts."""
+        """Write the vectors of a block to vectors that may be spread over processes."""
         if not self.domain.in_parts:
             layout.write(vectors, out)
             return

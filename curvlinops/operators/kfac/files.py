@@ -90,7 +90,7 @@ def write_factors(
 def _passes(
     operator: KroneckerFactoredLinearOperator, num: int, there: set[str]
 ) -> list[list[str]]:
-    """Return the parameters of each pass, without those that are there."""
+    """Return the parameters of each pass, without those whose files exist."""
     names, shapes = operator.space.names, operator.space.shapes
     missing = [name for name in names if name not in there]
     if num == 1 or not missing:
@@ -127,7 +127,7 @@ def load(
     Args:
         source: The file that its method ``save`` wrote, or what ``state_dict`` returned; or the
             directory of ``write_factors``, for the approximation without damping.
-        device: Where it goes.
+        device: The device of the operator.
 
     Raises:
         ValueError: If there is no structured operator, it is damaged or incomplete, or of another

@@ -87,7 +87,7 @@ class Damping:
 
 
 def _non_negative(value: Any) -> float | None:
-    """Return a finite number that is not negative, ``None`` if it is none."""
+    """Return a finite number that is not negative, else ``None``."""
     try:
         number = check_number("damping", value, at_least=0.0)
     except ValueError:
