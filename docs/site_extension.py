@@ -11,7 +11,8 @@ from scipy.sparse.linalg import LinearOperator
 
 import curvlinops
 
-#: Pages of the gallery, the easiest first.
+#: Pages of the gallery by topic: spectra and training, Kronecker factors and optimizers, Laplace
+#: approximations and kernels, influence, language models. Within a topic, the easiest come first.
 READING_ORDER = (
     "digits_cnn",
     "spectral_density",
@@ -24,12 +25,13 @@ READING_ORDER = (
     "kfac_optimizer",
     "preconditioned_cg",
     "laplace",
+    "tangent_kernel",
     "influence",
     "intervals",
-    "tangent_kernel",
-    "lora_gpt2",
     "influence_lora",
     "influence_sequences",
+    "lora_gpt2",
+    "long_sequences",
     "model_merging",
 )
 #: Sections of docstrings whose entries a class inherits.
