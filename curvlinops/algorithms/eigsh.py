@@ -140,7 +140,7 @@ def eigsh(
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
     if which == "SM":
         raise ValueError(
-            "which='SM', the eigenvalues nearest to zero, is not supported: it takes solves. "
+            "which='SM', the eigenvalues nearest to zero, is not supported: it needs solves. "
             "which='SA' finds the smallest ones, which are those of a positive semidefinite matrix "
             "such as the GGN."
         )

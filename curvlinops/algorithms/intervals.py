@@ -224,7 +224,7 @@ def _enclose(
     damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
     if not 0 < damping or not isfinite(damping):
         raise ValueError(
-            f"damping must be positive and finite, got {damping}. The upper bound rests on it."
+            f"damping must be positive and finite, got {damping}. The upper bound needs that."
         )
     num_products = min(check_count("num_products", num_products, 2), matrix.shape[0])
     check_callback(callback)

@@ -304,7 +304,7 @@ class GradientStore:
         if found < self.num_rows:
             raise ValueError(
                 f"{self._directory} has the gradients of {found} of {self.num_rows} samples. "
-                "Continue with the call of GradientStore.write that has begun it."
+                "Call GradientStore.write again as before: it continues."
             )
 
     def _projections_on(self, rows: PerSampleGradientLinearOperator) -> Projections:

@@ -121,7 +121,7 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
     if not params:
         raise ValueError(
             f"No parameter of {type(base).__name__} requires gradients. Call requires_grad_() on "
-            "those that the matrix is about."
+            "the parameters of the matrix."
         )
     loss_func = _loss_of(model_func, base, loader)
     return model_func, loss_func, params, Pairs(loader, task, loss_func, _padding_of(base, task))

@@ -59,7 +59,7 @@ def by_layer(
         )
     if A.domain.is_flat or A.domain.names != A.codomain.names:
         raise ValueError(
-            f"Only a square operator on named parameters has layers, got {A!r}. Pass such as a "
+            f"Only a square operator on named parameters has layers, got {A!r}. Pass a "
             "Hessian, or a SubmatrixLinearOperator with names."
         )
     results = {}

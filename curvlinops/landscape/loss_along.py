@@ -79,7 +79,7 @@ def loss_along(
         )
     if A.risk.loss is None or A.shape[0] != A.shape[1]:
         raise ValueError(
-            f"loss_along needs a square operator with a loss, got {A!r}. Pass such as a "
+            f"loss_along needs a square operator with a loss, got {A!r}. Pass a "
             "HessianLinearOperator or a GGNLinearOperator."
         )
     if not A.risk.model.substitutable:

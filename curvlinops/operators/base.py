@@ -364,6 +364,8 @@ class DataLinearOperator(TorchLinearOperator):
         for root in find_modules(self.loss_func):
             if isinstance(root, LinearCrossEntropyLoss):  # the model has the head of this loss
                 continue
+            is_loss = isinstance(self.model_func, nn.modules.loss._Loss)
+            swapped = " The model is the first argument, and the loss the second." * is_loss
             for name, parameter in root.named_parameters():
                 if any(parameter is x for x in given):
                     raise ValueError(
@@ -371,7 +373,7 @@ class DataLinearOperator(TorchLinearOperator):
                         f"the loss, {type(root).__name__}. Operators differentiate the model: let "
                         "a Module hold the model and this parameter, and return what a loss "
                         "without parameters takes, such as the logits of a head, or logits times "
-                        "a temperature. Pass that as model_func."
+                        f"a temperature. Pass that as model_func.{swapped}"
                     ) from None
 
     def _check_shards(self) -> None:

@@ -139,7 +139,7 @@ class Batches:
         if self.num_data is not None and num_data != self.num_data:
             raise ValueError(
                 f"num_data is {self.num_data}, but data has {num_data:.0f} samples. Of several "
-                "processes, each counts its own."
+                "processes, each counts its own samples."
             )
         self._counts = index + 1, num_data
 

@@ -159,7 +159,7 @@ class Linearization:
             if name not in after and _checksums(tensors[name]) != self._checksums[name]:
                 raise RuntimeError(
                     f"'{name}' was overwritten {_MUST_STAY} Products inside may be of the old "
-                    "numbers: PyTorch does not tell of fused optimizers, .data, and NumPy."
+                    "numbers: PyTorch does not see writes by fused optimizers, .data, NumPy."
                 )
 
     def has_room(self, size: int) -> bool:

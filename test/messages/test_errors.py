@@ -127,6 +127,12 @@ PARAMETERS: list[tuple[Any, Any, Error, str]] = [
 ]
 
 
+def test_model_and_loss_are_swapped():
+    params = list(shared.parameters())
+    with pytest.raises(ValueError, match="'0.weight' .*The model is the first argument"):
+        build(model=CE, loss=shared, params=params)
+
+
 @pytest.mark.parametrize("model, params, error, match", PARAMETERS)
 def test_parameters(model: Any, params: Any, error: Error, match: str):
     with pytest.raises(error, match=match):

@@ -241,7 +241,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if self._options.fit is not FitType.KFAC:
             raise ValueError(
                 f"Operators with fit='{self.fit}' cannot be merged, since each factor was fitted "
-                "beside another one. Build one operator on all data."
+                "together with the other. Build one operator on all data."
             )
         storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()

@@ -103,7 +103,7 @@ def unpack(
         if not covered.isdisjoint(part.names):
             raise ValueError(
                 f"Several files have factors of {', '.join(part.names)}, together with those of "
-                "other parameters. Delete the directory, and compute them anew."
+                "other parameters. Delete the directory, and compute them again."
             )
         needed.append(part)
         covered.update(part.names)

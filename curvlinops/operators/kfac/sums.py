@@ -108,7 +108,7 @@ class FactorSums:
         if key is not None:
             names = ", ".join(map(repr, sorted(_names(key))))
             raise ValueError(
-                f"What the block of {names} is made of has NaN or infinite values, though the "
+                f"Inputs or gradients in the block of {names} are NaN or infinite, though the "
                 f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
             )
 
