@@ -304,7 +304,7 @@ class GradientStore:
         if found < self.num_rows:
             raise ValueError(
                 f"{self._directory} has the gradients of {found} of {self.num_rows} samples. "
-                "Call GradientStore.write again as before: it continues."
+                "Continue by the same call of GradientStore.write as before."
             )
 
     def _projections_on(self, rows: PerSampleGradientLinearOperator) -> Projections:
