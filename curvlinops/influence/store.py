@@ -35,7 +35,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of files. It changes when older ones cannot be read any more.
 _FORMAT = "gradients 1"
-#: Largest number of bytes that wait in memory for their file, besides those of one batch.
+#: What waits in memory for its file has at most so many bytes, besides those of one batch.
 _BYTES = 2**28
 #: The beginning of the name of the file that is read before others.
 _FIRST = "-"
@@ -47,7 +47,7 @@ class StoredProjections(NamedTuple):
     """The projections of all gradients in a directory.
 
     Attributes:
-        identity: The identity that they belong to, as JSON.
+        identity: What they belong to, as JSON.
         projections: The projections.
         mean_eigenvalue: The mean of all eigenvalues of the curvature, if that is given.
     """
@@ -62,7 +62,7 @@ class StoredGradients(NamedTuple):
     """Projected gradients of some rows.
 
     Attributes:
-        identity: The identity that they belong to, as JSON, and the checksum of the projections.
+        identity: What they belong to, as JSON, and the checksum of the projections.
         rows: Which of all rows they are, ``[n]``.
         gradients: The projected gradients, ``[n, R]``.
         norms: The norms of the whole gradients, ``[n]``.
@@ -77,8 +77,8 @@ class StoredGradients(NamedTuple):
 class GradientStore:
     """Projected gradients of the N training samples, in a directory that ``write`` has filled.
 
-    Scores need neither the training data nor the curvature. They use the gradients' components in a
-    subspace for each layer, and the inverse of the curvature inside of it.
+    Scores need neither the training data nor the curvature. They are those of the gradients'
+    components in a subspace, layer by layer, with the inverse of the curvature inside of it.
 
     Args:
         directory: The directory.
@@ -119,11 +119,11 @@ class GradientStore:
         ``sum_s (P_B^T g_s) (P_A^T x_s)^T``, with at most ``rank ** 2`` numbers, and is not formed.
         All parameters take part. Those of normalization layers, and biases that have a block of
         their own, keep at most ``rank ** 2`` numbers, too. It takes one pass over the data. If a
-        run is killed, the same call continues it: files that exist are not computed again.
+        run is killed, the same call continues it: what is there is not computed again.
 
         Args:
             rows: The gradients of the training samples.
-            directory: The directory, which may not exist yet. Its files must belong to the same
+            directory: The directory, which may not exist yet. What is there must be of the same
                 options, model, loss and first batch, which are compared by numbers.
             rank: The number of columns of P_B and P_A. Smaller layers are kept whole.
             basis: KFAC or EKFAC, or what ``write_factors`` and ``load`` return, on the same
@@ -269,7 +269,7 @@ class GradientStore:
 
     @property
     def _identity_of_parts(self) -> Identity:
-        """Return the identity of gradients in files: the rows, and the projections."""
+        """Return what gradients in files belong to: the rows, and the projections."""
         sums = [0 if x is None else int(checksum(x)) for p in self.projections for x in p.columns]
         return self._identity | {"the projections": sums}
 
@@ -304,7 +304,7 @@ class GradientStore:
         if found < self.num_rows:
             raise ValueError(
                 f"{self._directory} has the gradients of {found} of {self.num_rows} samples. "
-                "Continue by the same call of GradientStore.write as before."
+                "Continue with the call of GradientStore.write that has begun it."
             )
 
     def _projections_on(self, rows: PerSampleGradientLinearOperator) -> Projections:
@@ -317,7 +317,7 @@ class GradientStore:
 
 
 def _read(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the contents of the files in a directory, and their names for messages."""
+    """Yield what is in the files of a directory, and their names for messages."""
     for state in read_parts(directory):
         yield source_of(state), from_state(state, _FORMAT, tuple, torch.device("cpu"))
 
@@ -339,7 +339,7 @@ def _projections_in(directory: Path, identity: Identity | None) -> StoredProject
 def _projected(
     rows: PerSampleGradientLinearOperator, projections: Projections, done: Tensor, like: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the indices of the rows of each batch, and their projections, see ``project``."""
+    """Yield which rows those of each batch are, and their projections, see ``project``."""
     batches = rows._by_batch(
         "projected gradients",
         done,
@@ -370,7 +370,7 @@ def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
 
 
 def _numbers_of(structure: BlockDiagonalLinearOperator | None, seed: int) -> dict[str, Any]:
-    """Return numbers that tell bases apart; signs of eigenvectors are not always the same."""
+    """Return what tells bases apart; eigenvectors have signs that are not always the same."""
     if structure is None:
         return {"basis": "random", "seed": seed}
     numbers = [float(structure.frobenius_norm()), float(structure.trace())]

@@ -65,7 +65,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
     N is the number of the output's rows. If samples have equally many neighboring rows, such as
-    tokens, N is the length of the tensors in X, or ``batch_size_fn(X)``.
+    tokens, it is the length of the tensors in X, or ``batch_size_fn(X)``.
 
     Norms, inner products and moments do not form the matrix if the layers have rules. Products form
     it only if the model can be differentiated only once. A loss that differentiates the output, or
@@ -74,7 +74,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     Args:
         subsampling: Indices of the rows to keep, in that order. Batches without such rows are
-            skipped; in other batches, all rows are computed. Batches must keep their shapes.
+            skipped; of other batches, all rows are computed. Batches must keep their shapes.
         terms: ``"sample"``, or ``"term"`` for a row for each term, such as a token or pixel. These
             rows take a backward pass for each term of a sample.
 
@@ -100,8 +100,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def fallbacks(self) -> dict[str, str]:
         """The parameters whose gradients take a backward pass for each sample, and why.
 
-        They belong to the last call of a method that needs single gradients; empty before the first
-        call.
+        Those of the last call of a method that needs single gradients; empty before the first.
         """
         return dict(self._fallbacks)
 
@@ -261,7 +260,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Yield the number of each batch with rows, its rows, and what is computed of these.
 
         Args:
-            task: The purpose of the pass.
+            task: What it is for.
             done: Which wanted rows are known. Batches that have no others are left out.
             of: Returns something of a batch's rows, ``[M, *]``.
         """
@@ -294,9 +293,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: A vector ``[D]``, K vectors as columns ``[D, K]``, a list or dictionary of tensors
                 ``[*shape, K]``, or the result of ``low_rank``.
             out: A directory to which scores are written every half a minute, and at the end. If a
-                run is killed, the same call continues it: scores that are there are not computed
-                again. They must belong to the same options, model, loss, vectors and first batch,
-                which are compared by numbers.
+                run is killed, the same call continues it: what is there is not computed again. It
+                must be of the same options, model, loss, vectors and first batch, which are
+                compared by numbers.
             per_position: Whether to return what each of a sequence's T positions adds,
                 ``[N, T, K]``: the inner products with the part of the gradient that goes through
                 the layers at this position. Their sum over positions is the sequence's score. Rows
@@ -305,8 +304,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 positions, in the same order: that these are tokens is not checked.
 
         Returns:
-            A tensor, without the last axis if P is one vector; a NumPy array if P is a NumPy array.
-            It is differentiable with respect to P, except with ``out`` or ``per_position``.
+            A tensor, without the last axis if P is one vector; a NumPy array if P is one. Autograd
+            follows it to P, without ``out`` and ``per_position``.
 
         Raises:
             ValueError: If P does not fit, ``out`` has scores of something else or damaged files, or
@@ -372,12 +371,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _score_identity(
         self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
     ) -> Identity:
-        """Return everything that scores depend on."""
+        """Return what scores depend on."""
         options = {"per_position": per_position, "one vector": is_vector, **numbers_in(columns)}
         return self._identity(options)
 
     def _identity(self, options: Mapping[str, Any]) -> Identity:
-        """Return everything that numbers of all rows depend on."""
+        """Return what numbers of all rows depend on."""
         rows = {
             "number of rows": self.shape[0],
             "terms": self.terms,
@@ -389,10 +388,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def low_rank(self, P: Any, rank: int) -> LowRankColumns:
         """Return vectors whose matrices are replaced by the nearest ones of low rank.
 
-        Scores with these vectors take less time, and the vectors take less memory. A parameter
-        ``[out, *in]`` is a matrix ``[out, in]``; vectors, and matrices with no larger rank, stay as
-        they are. A score's error is at most ``relative_error`` times the norms of row and vector.
-        Singular values below about 1e-8 times the largest are not told apart.
+        Scores with them take less time, and they take less memory. A parameter ``[out, *in]`` is a
+        matrix ``[out, in]``; vectors, and matrices with no larger rank, stay as they are. A score's
+        error is at most ``relative_error`` times the norms of row and vector. Singular values below
+        about 1e-8 times the largest are not told apart.
 
         Grosse et al., Studying large language model generalization with influence functions, 2023,
         arXiv:2308.03296, section 3.2.2.
