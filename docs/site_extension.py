@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator
 import curvlinops
 
 #: Pages of the gallery by topic: spectra and training, Kronecker factors and optimizers, Laplace
-#: approximations and kernels, influence, language models. Within a topic, the easiest come first.
+#: approximations, influence and kernels, language models, model merging.
 READING_ORDER = (
     "digits_cnn",
     "spectral_density",
@@ -25,12 +25,12 @@ READING_ORDER = (
     "kfac_optimizer",
     "preconditioned_cg",
     "laplace",
-    "tangent_kernel",
     "influence",
     "intervals",
+    "tangent_kernel",
+    "lora_gpt2",
     "influence_lora",
     "influence_sequences",
-    "lora_gpt2",
     "long_sequences",
     "model_merging",
 )
