@@ -38,7 +38,7 @@ from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.landscape.by_layer import by_layer
 from curvlinops.landscape.loss_along import LossAlong, loss_along
 from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
-from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.operator import REMEDIES, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import LinearCrossEntropyLoss
 from curvlinops.operators.base import DataLinearOperator
@@ -151,5 +151,6 @@ if not TYPE_CHECKING:  # type checkers know that other names are missing
         if name in FORMER:  # ``from curvlinops import name`` would hide an AttributeError
             raise ImportError(explain(name), name=name)
         near = [other for other in __all__ if name.lower() in other.lower()]
-        hint = f". There are: {', '.join(near)}" if near else ""
-        raise AttributeError(f"module 'curvlinops' has no attribute '{name}'{hint}", name=name)
+        hint = f"Did you mean {', '.join(near)}?" if near else REMEDIES.get(name, "")
+        message = f"module 'curvlinops' has no attribute '{name}'. {hint}"
+        raise AttributeError(message.strip(), name=name)

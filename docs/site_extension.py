@@ -11,7 +11,8 @@ from scipy.sparse.linalg import LinearOperator
 
 import curvlinops
 
-#: Pages of the gallery, the easiest first.
+#: Pages of the gallery by topic: spectra and training, Kronecker factors and optimizers, Laplace
+#: approximations, influence and kernels, language models, model merging.
 READING_ORDER = (
     "digits_cnn",
     "spectral_density",
@@ -30,6 +31,7 @@ READING_ORDER = (
     "lora_gpt2",
     "influence_lora",
     "influence_sequences",
+    "long_sequences",
     "model_merging",
 )
 #: Sections of docstrings whose entries a class inherits.

@@ -1,4 +1,4 @@
-"""Callbacks of solvers and estimators, and what they are given."""
+"""Callbacks of solvers and estimators, and the state that is passed to them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ Callback = Callable[[Iteration], bool | None] | None
 
 
 def check_callback(callback: Callback) -> Callback:
-    """Return a callback, or raise a TypeError if it is none."""
+    """Return a callback, or raise a TypeError if it is not callable."""
     if callback is not None and not callable(callback):
         raise TypeError(
             f"callback must be a function of an Iteration, got {callback!r}. None: no callback."
@@ -55,7 +55,7 @@ def stops(
     Args:
         callback: The user's callback.
         operator: Its processes iterate together.
-        state: Returns what the callback is given.
+        state: Returns the state that is passed to the callback.
 
     Raises:
         RuntimeError: If there is an error in the callback of another process.

@@ -17,12 +17,13 @@ class CertifiedScores(NamedTuple):
     """The leading scores, largest first, with intervals.
 
     Attributes:
-        rows: The numbers of their rows, ``[top]``.
+        rows: The indices of the leading rows, ``[top]``.
         estimates: The scores with the approximate matrix, ``[top]``.
         lower: Lower bounds of the scores with the exact matrix, ``[top]``, float64.
         upper: Upper bounds, ``[top]``, float64.
         is_decided: Whether the order among these rows is certain: their intervals are disjoint.
-            Otherwise products, or their accuracy, did not suffice. Equal rows stay undecided.
+            Otherwise there were too few products, or they were not accurate enough. Equal rows stay
+            undecided.
         num_products: The number of products with each vector. There are two vectors for each row,
             which are multiplied at once.
     """
@@ -47,19 +48,19 @@ def certified_scores(
 ) -> CertifiedScores:
     """Rank influence scores, and enclose the leading ones until their order is decided.
 
-    The scores are ``rows @ (G + damping I)^-1 @ query``. Those with K in place of G tell which rows
-    lead. The scores of these with G are enclosed by ``bilinear_form``, with K's inverse as
-    preconditioner. Rows that do not lead with K are not looked at: with a larger ``top``, fewer
-    are missed.
+    The scores are ``rows @ (G + damping I)^-1 @ query``. Scores with K in place of G choose the
+    leading rows. The scores of these rows with G are enclosed by ``bilinear_form``, with K's
+    inverse as preconditioner. Rows that do not lead with K are not considered: a larger ``top``
+    misses fewer rows.
 
     Args:
         rows: Gradients of samples, ``[N, D]``: ``PerSampleGradientLinearOperator``, or a matrix.
         query: One vector, such as the gradient of a query. For the rows with the lowest scores,
-            pass it with the other sign.
+            pass its negative.
         G: A positive semidefinite matrix, such as ``GGNLinearOperator``.
         K: An approximation of G with an inverse, such as ``EKFACLinearOperator``.
         damping: A positive number.
-        top: How many rows lead.
+        top: The number of leading rows.
         num_products: See ``quadratic_form``.
 
     Returns:

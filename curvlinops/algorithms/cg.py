@@ -22,8 +22,8 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     right-hand side that is solved drops out. A singular matrix is fine if the right-hand side lies
     in its range.
 
-    Truncated Newton methods (Steihaug, 1983) go on where CG meets negative curvature: after
-    ``except NegativeCurvatureError as error``, along ``error.direction`` from ``error.solution``.
+    Where CG meets negative curvature, truncated Newton methods (Steihaug, 1983) catch the
+    ``NegativeCurvatureError``, and move from its ``solution`` along its ``direction``.
 
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.

@@ -82,8 +82,8 @@ def eigsh(
 
     Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
     Appl. 2000). The Krylov space of m vectors contains at most m copies of a multiple eigenvalue.
-    So the search goes on with random vectors, orthogonal to all that it has seen, until one of them
-    excludes better eigenvalues, but for a chance of about 0.1 %. Eigenpairs of structured
+    So the search continues with random vectors, orthogonal to all earlier ones, until better
+    eigenvalues are excluded, except for a chance of about 0.1 %. Eigenpairs of structured
     operators, such as KFAC, are computed from their structure.
 
     Args:
@@ -103,11 +103,11 @@ def eigsh(
             relative to the norm of ``A``, are always accepted. With zero, residuals are as small as
             the accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
-        verify: Whether to look for better eigenvalues in the space that the search has not seen.
-            That takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
+        verify: Whether to look for better eigenvalues in the space that the search has not covered.
+            This takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
             spectrum. It takes none if ``v0`` is not given, and at most ``block_size`` eigenvalues
-            are wanted from each end. With False, one copy of an eigenvalue is enough, and ``v0`` is
-            trusted.
+            are wanted from each end. With False, copies of an eigenvalue may be missing, and
+            eigenvectors that are orthogonal to ``v0``.
         on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
         seed: Seed of random vectors. Default: always the same one; nothing is drawn from PyTorch's
             global generator.
@@ -140,7 +140,7 @@ def eigsh(
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
     if which == "SM":
         raise ValueError(
-            "which='SM', the eigenvalues nearest to zero, is not supported: it takes solves. "
+            "which='SM', the eigenvalues nearest to zero, is not supported: it needs solves. "
             "which='SA' finds the smallest ones, which are those of a positive semidefinite matrix "
             "such as the GGN."
         )
@@ -267,11 +267,12 @@ def thick_restart_lanczos(
 ) -> tuple["LanczosBasis", RitzPairs, int]:
     """Find eigenpairs at the ends of the spectrum by block thick-restart Lanczos.
 
-    A Krylov space has no more copies of an eigenvalue than its start has vectors, and nothing of an
-    eigenspace in which the start has no part. So b random vectors show b eigenpairs at each end. If
+    A Krylov space has at most as many copies of an eigenvalue as there are start vectors, and no
+    eigenvector that is orthogonal to them. So b random vectors show b eigenpairs at each end. If
     more are wanted, or the start is not random, a probe follows: another Krylov space, of a random
-    vector that is orthogonal to the basis. The search ends when that excludes better eigenvalues,
-    and goes on with those that it finds. Each probe but the last one brings at least one pair.
+    vector that is orthogonal to the basis. The search ends when the probe excludes better
+    eigenvalues, and continues with those that it finds. Each probe but the last one brings at least
+    one pair.
 
     Args:
         matrix: The symmetric matrix.
@@ -304,7 +305,7 @@ def thick_restart_lanczos(
                 return basis, search.found, search.num_missed
             if basis.is_full:
                 if restarts == maxiter:
-                    # if all have converged, there may be better ones in the space not seen
+                    # if all have converged, there may be better ones in the rest of the space
                     return basis, search.found, max(search.num_missed, 1)
                 restarts, checked = restarts + 1, 0
                 search.restart()

@@ -13,7 +13,7 @@ gives better directions: P times residuals. The bounds hold for all directions, 
 preconditioner, and whether or not the directions lose their orthogonality.
 
 Rounding. A product with a unit vector is assumed to have an error of norm ``noise`` at most, and
-both bounds are widened by what such errors change. ``noise`` is ``32 eps`` of the products' dtype
+both bounds are widened by the effect of such errors. ``noise`` is ``32 eps`` of the products' dtype
 times the largest norm of a product with a unit vector. If they are larger, it is four times the
 largest asymmetry ``|z_i^T A z_j - z_j^T A z_i|`` of the directions, or four times the negative part
 of the projected matrix ``Z A Z^T``: of a positive semidefinite matrix, rounding alone makes these.
@@ -78,10 +78,10 @@ def quadratic_form(
     """Enclose ``g^T (A + damping I)^-1 g`` for a positive semidefinite matrix A.
 
     Such forms are self-influences of samples, and variances of predictions. The bounds hold for any
-    number of products, and account for rounding: with the error of a product at most 32 times the
-    machine precision and the norm of A, or what asymmetries of products show if that is more. They
-    need a positive semidefinite matrix. One with negative eigenvalues is refused if the products
-    show one, but they may not.
+    number of products, and account for rounding. The error of a product is assumed to be at most 32
+    times the machine precision times the norm of A, or more if asymmetries of products show that.
+    The bounds need a positive semidefinite matrix. A matrix with a negative eigenvalue is refused
+    if the products show it, but they may not show it.
 
     Operators with structure that have an inverse, such as KFAC and EKFAC, give its exact form, up
     to rounding, as both bounds.
@@ -94,7 +94,7 @@ def quadratic_form(
         num_products: The largest number of products for each vector, at least two. Two vectors are
             held in memory for each product.
         rtol: The width of the interval, relative to the upper bound, with which a vector takes no
-            more products. It does not, either, if rounding makes half of the width.
+            more products. A vector also takes no more if rounding makes up half of the width.
         preconditioner: An operator that approximates ``(A + damping I)^-1``, such as EKFAC's
             inverse. The bounds hold for any; with a good one, they take fewer products.
         callback: A function that is called with an ``Iteration`` after each product but
@@ -224,7 +224,7 @@ def _enclose(
     damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
     if not 0 < damping or not isfinite(damping):
         raise ValueError(
-            f"damping must be positive and finite, got {damping}. The upper bound rests on it."
+            f"damping must be positive and finite, got {damping}. The upper bound needs that."
         )
     num_products = min(check_count("num_products", num_products, 2), matrix.shape[0])
     check_callback(callback)

@@ -1,4 +1,4 @@
-"""What the iterative inverses of symmetric matrices share: options, products, true residuals."""
+"""The base of iterative inverses of symmetric matrices: options, products, true residuals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -92,12 +92,11 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             the iterate so far, without a warning. If several processes multiply together, all of
             them then stop.
         **options: ``preconditioner``: a symmetric positive definite operator or matrix that
-            approximates the inverse; or a function that multiplies a vector by one, from a tensor
-            ``[D]`` to a tensor ``[D]``.
-            ``rtol=1e-5`` and ``atol=0`` (or ``None``): a system is solved if
-            ``||b - A x|| <= max(rtol ||b||, atol)``.
-            ``maxiter``: largest number of iterations. Default: ``10 D``.
-            ``x0``: start of the iteration for every right-hand side that is not zero, ``[D]``.
+            approximates the inverse; or a function that multiplies a vector by such an
+            approximation, from a tensor ``[D]`` to a tensor ``[D]``. ``rtol=1e-5`` and ``atol=0``
+            (or ``None``): a system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
+            ``maxiter``: largest number of iterations. Default: ``10 D``. ``x0``: start of the
+            iteration for every right-hand side that is not zero, ``[D]``.
             Default: zero.
             The names of SciPy (``M``, ``tol``) and of GPyTorch (``tolerance``, ``max_iter``,
             ``initial_guess``) are aliases.

@@ -52,11 +52,11 @@ class LSMRSolution(NamedTuple, Generic[Kind]):
 class LSMRInverseLinearOperator(TorchLinearOperator):
     """The damped pseudo-inverse of any matrix, symmetric or not, square or not, by LSMR.
 
-    ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; of all minimizers the one of least norm (Fong and
-    Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci. Comput.
-    2011). SciPy's ``lsmr`` solves for one right-hand side at a time, on the CPU: each product with
-    a matrix on another device moves one vector there and one back. It has no ``callback``, since
-    SciPy's has none. The adjoint is the pseudo-inverse of the adjoint.
+    ``x = argmin ||A x - b||^2 + damp^2 ||x||^2``; the minimizer of least norm, if there are several
+    (Fong and Saunders, LSMR: An iterative algorithm for sparse least-squares problems, SIAM J. Sci.
+    Comput. 2011). SciPy's ``lsmr`` solves for one right-hand side at a time, on the CPU: each
+    product with a matrix on another device moves one vector there and one back. It has no
+    ``callback``, since SciPy's function has none. The adjoint is the pseudo-inverse of the adjoint.
 
     Args:
         A: An operator with an adjoint, or a matrix of any kind, ``[M, D]``.

@@ -20,8 +20,8 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
     ``(A + damping I)^-1`` for a matrix that may be indefinite, such as a Hessian, for all
     right-hand sides at once (Paige and Saunders, Solution of sparse indefinite systems of linear
     equations, SIAM J. Numer. Anal. 1975). A singular matrix is fine if the right-hand side lies in
-    its range; there are then many solutions, and this is one. Otherwise the system is reported as
-    unsolved; ``LSMRInverseLinearOperator`` solves it in the sense of least squares.
+    its range; there are then many solutions, and one of them is returned. Otherwise the system is
+    reported as unsolved; ``LSMRInverseLinearOperator`` solves it in the sense of least squares.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.

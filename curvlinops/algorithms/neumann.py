@@ -38,8 +38,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         scale: The scale s.
         check_nan: Whether to check after each term that it is finite, not only at the end.
         preconditioner: An operator or matrix that approximates the inverse, or a function that
-            multiplies a vector ``[D]`` by one. With a function, the inverse multiplies vectors, but
-            has no adjoint, which ``xdiag``, LSMR and gradients of products need. Default: identity.
+            multiplies a vector ``[D]`` by such an approximation. With a function, the inverse
+            multiplies vectors, but has no adjoint, which ``xdiag``, LSMR and gradients of products
+            need. Default: identity.
         rtol: Largest norm of the last term, relative to the first one. Pass 1 if the series is to
             be truncated early.
         on_failure: If the last term is larger, ``"warn"`` or ``"raise"``.

@@ -246,7 +246,7 @@ class Sampler:
         if self.rtol is not None and not ratio <= self.rtol:
             warn(
                 f"The standard error is {ratio:.1e} of the estimate, more than rtol={self.rtol}, "
-                "after the largest number of products that was allowed. Allow more.",
+                "after the largest allowed number of products. Allow more.",
                 ConvergenceWarning,
             )
         return self._result(estimate, error)

@@ -1,4 +1,4 @@
-"""What a solver or an estimator runs in: linearized operators, and one progress bar."""
+"""The context of a solver or an estimator: linearized operators, and one progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -57,7 +57,7 @@ class LanczosApproximateSpectrumCached:
     """The density of a symmetric matrix's spectrum, for several widths without new products.
 
     The Lanczos runs from random directions are kept, and describe the matrix at the time of the
-    first call; new ones are made when they are needed. The arguments are those of
+    first call; further runs are made when they are needed. The arguments are those of
     ``lanczos_approximate_spectrum``. On a logarithmic axis, boundaries are those of absolute
     eigenvalues.
     """

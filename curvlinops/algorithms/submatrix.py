@@ -89,7 +89,7 @@ class _Selection:
         shifts = torch.zeros(len(parent.names), dtype=torch.long, device="cpu")
         for owner, name in zip(touched, self.names, strict=True):
             shifts[owner] = self._inner.slice(name).start - parent.slice(name).start
-        # positions in the flat vector of these tensors alone
+        # positions in the flat vector that has these tensors only
         self._positions = (indices + shifts[owners]).to(parent.device)
         self.space = ParameterSpace.flat(len(chosen), parent.dtype, parent.device)
 

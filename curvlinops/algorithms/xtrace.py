@@ -45,7 +45,7 @@ def xtrace(
 
     ``tr(A) = mean_i  tr(P_i A P_i) + x_i^T (I - P_i) A (I - P_i) x_i``, with P_i the projection on
     the range of A times all random vectors but x_i (equation 2.3 and Algorithm 2.1 of Epperly et
-    al. 2024). Unbiased for every matrix; exact if the rank is below ``num_matvecs / 2``. Of
+    al. 2024). Unbiased for every matrix; exact if the rank is below ``num_matvecs / 2``. For
     Gaussian and spherical vectors, ``(I - P_i) x_i`` is scaled to its expected length, which
     reduces the variance.
 

@@ -102,7 +102,7 @@ def raise_selective(error: Exception) -> None:
         raise NoDerivativeError(
             "Layers under selective activation checkpointing, and those whose checkpoint computes "
             "other values the second time, can be differentiated once, but this needs several "
-            "backward passes, or what their layers have saved. Take plain activation checkpointing "
+            "backward passes, or the tensors that they save. Take plain activation checkpointing "
             "for them, torch.utils.checkpoint.checkpoint(..., use_reentrant=False) "
             "without context_fn, or none."
         ) from error

@@ -1,5 +1,6 @@
 """The model as a function of named parameters: a module, a function, or a closure."""
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -344,7 +345,18 @@ def wrap_model(model_func: Any, params: Any) -> Model:
         raise TypeError(
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
-    return (FunctionalModel if is_named(params) else ClosureModel)(model_func, params)
+    if not is_named(params):
+        return ClosureModel(model_func, params)
+    try:
+        inspect.signature(model_func, follow_wrapped=False).bind(params, "X")
+    except TypeError as error:
+        raise TypeError(
+            f"With a dictionary params, the function is called as f(params, X): {error}. For a "
+            "function of X alone, pass a list of the tensors that it uses."
+        ) from error
+    except ValueError:  # it has no signature
+        pass
+    return FunctionalModel(model_func, params)
 
 
 def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:

@@ -29,9 +29,10 @@ def is_named(params: Any) -> bool:
 def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
     """Return the user's dictionary itself, or a list, after checking what it contains."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        hint = " The Jacobian takes no loss: (model, params, data)." if callable(params) else ""
         raise TypeError(
             "params must be a list of tensors or a dictionary from names to tensors, got "
-            f"{type(params).__name__}. Pass list(model.parameters())."
+            f"{type(params).__name__}. Pass list(model.parameters()).{hint}"
         )
     if isinstance(params, Set):
         raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")

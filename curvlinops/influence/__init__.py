@@ -1,4 +1,4 @@
-"""What is composed of gradients of samples and their curvature. Nothing below imports this room."""
+"""Tools composed of gradients of samples and their curvature. Nothing below imports this room."""
 
 from curvlinops.influence.scores import (
     preconditioned,

@@ -54,7 +54,7 @@ class Projection:
         return self.outputs, self.inputs
 
     def of(self, name: str, gradient: PerSampleGradient) -> Tensor:
-        """Return what the gradients of a parameter add to projected ones, ``[V, N, size]``."""
+        """Return the contribution of a parameter to projected gradients, ``[V, N, size]``."""
         groups, num_outputs, _ = self.shape
         sizes = [view.size // (groups * num_outputs) for view in self.views]
         pieces = [None] if self.inputs is None else self.inputs.split(sizes, dim=2)

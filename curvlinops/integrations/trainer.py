@@ -24,8 +24,8 @@ class CurvatureCallback(TrainerCallback):
     processes, all measure, and the first one writes.
 
     Args:
-        loader: The batches of which the curvature is, as in ``problem``: dictionaries, with labels.
-            A list of one or two is enough for a log.
+        loader: The batches on which the curvature is measured, as in ``problem``: dictionaries,
+            with labels. A list of one or two is enough for a log.
         path: A CSV file, see ``CurvatureMonitor``.
         writer: TensorBoard's writer, see ``CurvatureMonitor``.
         operator: The class of the matrix, such as ``GGNLinearOperator``, or another function of

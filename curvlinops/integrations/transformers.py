@@ -121,7 +121,7 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
     if not params:
         raise ValueError(
             f"No parameter of {type(base).__name__} requires gradients. Call requires_grad_() on "
-            "those that the matrix is about."
+            "the parameters of the matrix."
         )
     loss_func = _loss_of(model_func, base, loader)
     return model_func, loss_func, params, Pairs(loader, task, loss_func, _padding_of(base, task))
@@ -429,6 +429,13 @@ def _own_output(model_func: Logits, base: nn.Module, X: Mapping[str, Any], label
     problem_type = getattr(config, "problem_type", None)
     try:
         return model_func.call({**X, "labels": labels} if _takes(base, "labels") else X)
+    except Exception as error:
+        shapes = {n: list(x.shape) for n, x in X.items() if isinstance(x, Tensor)}
+        error.add_note(
+            f"{type(base).__name__} raised this for the loader's first batch, with tensors of "
+            f"shapes {shapes | {'labels': list(labels.shape)}}."
+        )
+        raise
     finally:  # models write what they infer
         if hasattr(config, "problem_type"):
             config.problem_type = problem_type

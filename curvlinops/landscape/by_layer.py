@@ -26,17 +26,17 @@ def by_layer(
         A: A square operator on named parameters.
         function: A function of an operator, such as ``xtrace``, ``eigsh``, or
             ``lanczos_approximate_spectrum``.
-        *args: Its further arguments.
+        *args: Further arguments of the function.
         by: The layers. ``"module"``: the parameters that a module has itself, such as weight and
             bias. ``"parameter"``: each parameter. Or a dictionary from labels to names and globs
             of parameters or modules, such as ``{"attention": "*.attn"}``.
-        **options: Its keyword arguments.
+        **options: Keyword arguments of the function.
 
     Returns:
         The function's results, by the name of the module or parameter, or by label.
 
     Raises:
-        TypeError: If ``A`` is no operator of this package.
+        TypeError: If ``A`` is no operator of this package, or ``function`` not callable.
         ValueError: If ``A`` is not square or has no names, ``by`` is none of these, or a name is
             unknown. Errors of the function name the layer.
 
@@ -52,9 +52,14 @@ def by_layer(
     """
     if not isinstance(A, TorchLinearOperator):
         raise TypeError(f"A must be an operator of this package, got {type(A).__name__}.")
+    if not callable(function):
+        raise TypeError(
+            "function must be a function of an operator, such as xtrace, got "
+            f"{type(function).__name__}."
+        )
     if A.domain.is_flat or A.domain.names != A.codomain.names:
         raise ValueError(
-            f"Only a square operator on named parameters has layers, got {A!r}. Pass such as a "
+            f"Only a square operator on named parameters has layers, got {A!r}. Pass a "
             "Hessian, or a SubmatrixLinearOperator with names."
         )
     results = {}

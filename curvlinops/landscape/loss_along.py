@@ -39,15 +39,15 @@ def loss_along(
     """Evaluate the loss over steps along one or two directions from the present parameters.
 
     All steps share one pass over the data, with a forward pass for each step (for each pair of
-    steps, if there are two directions) and batch. The model is evaluated at other tensors than its
-    own, which stay as they are. The quadratic approximation takes a gradient and as many products
-    as directions; for a unit eigenvector of the Hessian its curvature is the eigenvalue.
+    steps, if there are two directions) and batch. The model is evaluated with other tensors than
+    its parameters, which stay as they are. The quadratic approximation takes a gradient and as many
+    products as directions; for a unit eigenvector of the Hessian its curvature is the eigenvalue.
 
     Args:
         A: An operator with model, loss and data, such as ``HessianLinearOperator``.
         directions: One vector, ``[D]`` or ``[D, 1]``, or two, ``[D, 2]``, or lists or dictionaries
-            of tensors, like the vectors that ``A`` multiplies. They are taken as they are, so that
-            a step is in units of the direction's length.
+            of tensors, like the vectors that ``A`` multiplies. They are not normalized: a step is
+            in units of the direction's length.
         steps: The steps, S numbers.
 
     Returns:
@@ -79,7 +79,7 @@ def loss_along(
         )
     if A.risk.loss is None or A.shape[0] != A.shape[1]:
         raise ValueError(
-            f"loss_along needs a square operator with a loss, got {A!r}. Pass such as a "
+            f"loss_along needs a square operator with a loss, got {A!r}. Pass a "
             "HessianLinearOperator or a GGNLinearOperator."
         )
     if not A.risk.model.substitutable:

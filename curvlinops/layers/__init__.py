@@ -1,4 +1,4 @@
-"""Layers' uses of their parameters, of which per-sample and layerwise quantities are made."""
+"""Layers' uses of their parameters, from which per-sample and layerwise quantities are computed."""
 
 # importing a file registers its rules
 from curvlinops.layers import convolution, elementwise, embedding, linear

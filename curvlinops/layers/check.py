@@ -22,7 +22,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the rounding error of what kernels compute, in float32 also for half precision."""
+    """Return the rounding error of kernels, in float32 also for half precision."""
     return min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
@@ -35,7 +35,7 @@ def probe(output: Tensor) -> Tensor:
 
 
 def sample_weights(num_samples: int, like: Tensor) -> Tensor:
-    """Return distinct weights of the samples, with random signs, of which both occur."""
+    """Return distinct weights of the samples, with random signs. Both signs occur."""
     generator = torch.Generator().manual_seed(171_000 + num_samples)
     sizes = 0.5 + torch.rand(num_samples, generator=generator, device="cpu")
     order = torch.randperm(num_samples, generator=generator, device="cpu")

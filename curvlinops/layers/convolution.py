@@ -67,7 +67,7 @@ def _transposed(node: Any, x: Tensor, weight: Sequence[int]) -> Use | None:
 
 
 def _written(x: Tensor, weight: Sequence[int], window: Window) -> Use | None:
-    """Return matrix products of filters with pixels, each of which writes a patch."""
+    """Return matrix products of filters with pixels; each pixel writes a patch."""
 
     def to_product(g: Tensor) -> Tensor:
         patches = make_patches(g.flatten(0, 1), window)

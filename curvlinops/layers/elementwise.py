@@ -42,7 +42,7 @@ def masked_fill(node: Any, position: int) -> Use | None:
 
 
 def elementwise(node: Any, position: int) -> Use | None:
-    """Return the use in any elementwise function, ``None`` if the node is none.
+    """Return the use in any elementwise function, ``None`` if the node is not elementwise.
 
     A node multiplies gradients by the derivative. It returns the gradient of an argument that is
     broadcast before it is summed to the argument's shape.

@@ -235,11 +235,11 @@ class EmbeddingGradient(FactoredGradient):
         return torch.cat([products.sum(2) for products in parts], dim=1)
 
     def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
-        """Return what each lookup adds to the inner products, ``[V, N, S, K]``."""
+        """Return the contribution of each lookup to the inner products, ``[V, N, S, K]``."""
         return torch.cat(list(self._products_of_positions(columns)), dim=1)
 
     def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
-        """Yield what each lookup of some samples adds, ``[V, n, S, K]``."""
+        """Yield the contribution of each lookup of some samples, ``[V, n, S, K]``."""
         has_rows = self.entries.are_all and self.num_rows == self.shape[0]
         if isinstance(columns, LowRank) and has_rows:  # without the table
             left, right = columns.left, columns.right  # [K, rows, r], [K, r, I]

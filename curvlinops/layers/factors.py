@@ -249,8 +249,8 @@ def gradient_factor(gradients: Sequence[FactoredGradient], reduce: bool, diagona
 def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
     """Return the sum of outer products of ``[V, N, S, G, O]``, or its diagonal.
 
-    Positions of convolutions are last in memory. Products of rows as they lie there take down to
-    half the time of those of copies, with several groups down to a tenth.
+    Positions of convolutions are last in memory. Products of rows without a copy take down to half
+    the time of products of copies, with several groups down to a tenth.
     """
     positions, groups, outputs = g.shape[2:]
     if diagonal or outputs == 1:

@@ -253,9 +253,9 @@ class LossesOneByOne:
     """Computes gradients of losses that are no function of the output alone, sample by sample.
 
     Such a loss differentiates the output with respect to the input (a PINN), or uses the
-    parameters itself (weight decay). A sample's loss is that of a batch that consists of this
-    sample alone. On the first batch with several samples, the gradients are compared with that of
-    the whole batch, to which they must add up.
+    parameters itself (weight decay). A sample's loss is the loss of a batch that consists of this
+    sample alone. On the first batch with several samples, the gradients must add up to the gradient
+    of the whole batch.
 
     Args:
         name: Names the operator in messages.
@@ -264,7 +264,7 @@ class LossesOneByOne:
         fallbacks: Why parameters are treated sample by sample.
     """
 
-    #: What is checked of one operator's data does not hold for another's.
+    #: A check of one operator's data does not hold for another operator's data.
     is_shared = False
 
     def __init__(self, name: str):

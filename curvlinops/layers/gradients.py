@@ -162,7 +162,7 @@ class PerSampleGradient(ABC):
         return torch.cat([_flat(form(some)) @ columns for some in self.slices()], dim=1)
 
     def products_by_position(self, columns: "Tensor | LowRank") -> Tensor | None:
-        """Return what each of S positions adds to ``products``, ``[V, N, S, K]``, if it has any."""
+        """Return each of S positions' contribution to ``products``, ``[V, N, S, K]``, if any."""
         return None
 
     def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
@@ -251,7 +251,7 @@ class GradientSum(PerSampleGradient):
 
 
 class PulledBackGradient(PerSampleGradient):
-    """Gradients with respect to a parameter of which a layer uses a function.
+    """Gradients with respect to a parameter, if a layer uses a function of it.
 
     Args:
         inner: The gradients with respect to the function's value.

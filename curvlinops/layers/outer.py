@@ -155,11 +155,11 @@ class OuterProducts(FactoredGradient):
         return torch.cat([products.sum(2) for products in parts], dim=1)
 
     def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
-        """Return what each position adds to the inner products, ``[V, N, S, K]``."""
+        """Return the contribution of each position to the inner products, ``[V, N, S, K]``."""
         return torch.cat(list(self._products_of_positions(columns)), dim=1)
 
     def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
-        """Yield what each position of some samples adds, ``[V, n, S, K]``."""
+        """Yield the contribution of each position of some samples, ``[V, n, S, K]``."""
         factors = self._factors(columns)
         if factors is not None:
             left, right = factors  # [K, O, r], [K, r, I]

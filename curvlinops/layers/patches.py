@@ -163,9 +163,9 @@ def extract_patches(
         x: Input of the convolution, ``[N, C, *I]``.
         kernel_size: Lengths K of the kernel, a number or one for each axis.
         stride: Steps between patches.
-        padding: Zeros on both sides of each axis, pairs of what is before and behind each axis,
-            "valid" (none), or "same" (the output is as long as the input; one more behind than
-            before where the number is odd).
+        padding: Zeros on both sides of each axis, pairs of the numbers of zeros before and behind
+            each axis, "valid" (none), or "same" (the output is as long as the input; one more
+            behind than before where the number is odd).
         dilation: Steps within a patch.
         groups: Number G of groups of channels. Patches are averaged over groups.
 

@@ -52,7 +52,7 @@ class Plan:
 
     Attributes:
         unread: See above.
-        conclusions: What others have concluded of the uses, by keys of theirs.
+        conclusions: Conclusions of other classes from the uses, by their own keys.
     """
 
     def __init__(self, nodes: Sequence[Any], uses: Iterable[ParameterUse], unread: Iterable[str]):
@@ -120,7 +120,7 @@ def _edge(edge: _Edge, nodes: Sequence[Any]) -> GradientEdge:
 
 
 def identity(nodes: Iterable[Any], names: Mapping[Any, str]) -> bytes:
-    """Return what is equal for graphs that are the same.
+    """Return a key that is equal for graphs that are the same.
 
     Args:
         nodes: The nodes of a graph, inputs before what uses them.

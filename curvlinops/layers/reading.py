@@ -1,7 +1,7 @@
 """Reads off autograd's graph how a forward pass has used parameters.
 
-Each node of the graph names its operation and has saved what its backward pass needs. A *use* is a
-node at which a parameter, or a function of parameters alone, meets data.
+Each node of the graph names its operation, and has saved the tensors that its backward pass needs.
+A *use* is a node at which a parameter, or a function of parameters alone, meets data.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class ParameterUse:
         source: The argument: a parameter, or a function of parameters.
         view_of: Its entries of a parameter, ``None`` if it is another function.
         lookup: The lookup whose rows the argument is a function of, row by row; ``None`` without.
-        names: The parameters of which the argument is a function.
+        names: The parameters on which the argument depends.
         expanded: The node that expands the argument for a product of batches; ``None`` without.
         samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
     """
@@ -294,7 +294,7 @@ class Reading:
         return self._views[key]
 
     def _lookup(self, node: Any, number: int) -> LookedUp | None:
-        """Return the lookup in a table of which a tensor is a function, row by row."""
+        """Return the lookup in a table, if a tensor is a function of its rows."""
         shape = output_shape(node, number)
         while node not in self._leaves and output_shape(node, number) == shape:
             if node.name() == "EmbeddingBackward0":

@@ -76,7 +76,7 @@ class UseGradient:
     def gradient(self) -> PerSampleGradient:
         """The gradients, which are made when they are first read."""
         if self._gradient is None:
-            # what they are made of is given back
+            # the memory of inputs and gradients is given back
             self._gradient, self._make = self._make(), None
         return self._gradient
 
@@ -109,8 +109,8 @@ class RecordedBatch:
         weight: The batch's weight. Who records the batch sets it.
         uses: The uses of parameters, see ``read``.
         unread: The parameters that meet data at a node whose rule is not known.
-        conclusions: What others have concluded of the uses in this graph and in equal ones, by
-            keys of theirs.
+        conclusions: Conclusions of other classes from the uses in this graph and in equal ones, by
+            their own keys.
         is_freed: Whether the last backward pass has freed the graph.
     """
 
@@ -463,7 +463,7 @@ class RecordedBatch:
             num_axes, arrived = len(use.row_shape), outputs.pop(recorded)
             x = use.inputs and use.inputs().detach()
             if x is not None:
-                # layers with the same input share what is made of it, while the input exists
+                # layers with the same input share results of it, while the input exists
                 order = axis, count, num_axes
                 how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), *order)
                 given, (_, x) = x, shared.get(how, (None, None))

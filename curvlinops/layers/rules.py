@@ -1,8 +1,8 @@
 """Rules: how the output of a node of autograd's graph depends on a parameter.
 
-A node names its operation, and has saved what its backward pass needs. To add a layer, write a
-function that takes a node and the position of an input, and returns the ``Use`` of this input;
-register it with ``reads``, and import its file in ``layers/__init__.py``.
+A node names its operation, and has saved the tensors that its backward pass needs. To add a layer,
+write a function that takes a node and the position of an input, and returns the ``Use`` of this
+input; register it with ``reads``, and import its file in ``layers/__init__.py``.
 """
 
 from collections.abc import Callable, Sequence

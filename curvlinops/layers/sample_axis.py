@@ -86,7 +86,7 @@ class _OfOneSample(NamedTuple):
 
 #: Where the samples are in a tensor.
 Place: TypeAlias = SampleAxis | _Assigned
-#: What is said of a tensor. ``None``: nothing. ``False``: it does not influence this output.
+#: A statement about a tensor. ``None``: no statement. ``False``: it does not influence this output.
 Claim: TypeAlias = Place | _OfOneSample | Constant | Literal[False] | None
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
 #: and the position and shape of an input. If it returns ``None``, the node is asked.
@@ -158,7 +158,7 @@ def _claims(
     shape_of: Callable[[Node, int], Shape],
     asked: list[Node] | None,
 ) -> Sequence[Claim]:
-    """Return what the place of the samples in an output says of some inputs."""
+    """Return what follows for some inputs from the place of the samples in an output."""
     if place is None or isinstance(place, Constant):
         return [place] * len(sources)
     kind = _kind(node.name())
@@ -233,7 +233,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 def _merged(one: Claim, other: Claim) -> Claim:
-    """Return what two who use a tensor say of it, if they agree."""
+    """Return the statement of two nodes about a tensor that both use, if they agree."""
     if one is None or other is None:
         return None
     if not (isinstance(one, _Assigned) or isinstance(other, _Assigned)):
@@ -320,7 +320,7 @@ def _found(samples: Tensor, N: int) -> Claim:
 
 
 def _unproved(kind: str, place: Place, out: Shape, source: Shape) -> Claim:
-    """Return what is said of an input whose entries belong to several samples."""
+    """Return the statement about an input whose entries belong to several samples."""
     if kind in _READS:
         return TABLE
     is_broadcast = len(source) <= len(out) and all(

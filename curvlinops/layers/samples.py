@@ -74,7 +74,7 @@ class SampleGradients:
 
     @property
     def conclusions(self) -> dict[Any, Any]:
-        """What others have concluded of the uses in this graph and in equal ones."""
+        """Conclusions of other classes from the uses in this graph and in equal ones."""
         return {} if self._batch is None else self._batch.conclusions
 
     def check(self) -> None:
@@ -163,12 +163,12 @@ class SampleGradients:
 
 
 class LayerFacts:
-    """What passes have shown of a model's layers, for all operators on the model.
+    """Facts that passes have shown about a model's layers, for all operators on the model.
 
     Attributes:
         roles: Which nodes return functions of parameters alone, see ``Reading``.
         checked: The parameters whose rules agree with autograd, by the graph's operations.
-        plans: What was read of graphs, see ``RecordedBatch.read``.
+        plans: Facts that were read from graphs, see ``RecordedBatch.read``.
     """
 
     is_shared = True

@@ -129,10 +129,10 @@ _FUNCTIONS = (
 )
 
 #: Attributes that people look for, and what to write instead.
-_REMEDIES = {
+REMEDIES = {
     **{name: f"It is a function: curvlinops.{name}(A, ...)." for name in _FUNCTIONS},
     **dict.fromkeys(("spectrum", "density"), "Call lanczos_approximate_spectrum(A, ncv)."),
-    **dict.fromkeys(("hvp", "vhp", "mvp"), "Write A @ x."),
+    **dict.fromkeys(("hvp", "vhp", "mvp", "mv"), "Write A @ x."),
     **{
         name: f"Only operators with structure have it, such as KFACLinearOperator. {remedy}"
         for name, remedy in _OF_STRUCTURE.items()
@@ -141,7 +141,11 @@ _REMEDIES = {
         ("eigenvalues", "eigvals"),
         "Compute k of them by eigsh(A, k); operators with structure have A.eigvalsh().",
     ),
-    **dict.fromkeys(("todense", "toarray", "numpy"), "A.to_dense() is the matrix as a tensor."),
+    **dict.fromkeys(
+        ("dense", "matrix", "todense", "toarray", "numpy"),
+        "A.to_dense() is the matrix as a tensor.",
+    ),
+    "diag": f"Operators with structure have diagonal(). For others: {_OF_STRUCTURE['diagonal']}",
     **dict.fromkeys(("to", "cuda", "cpu"), "Call A.to_device(device)."),
     **dict.fromkeys(("double", "float"), "Convert the model, and build the operator anew."),
     "inv": f"Operators with structure have A.inverse(). For others: {_SOLVE}",
@@ -195,13 +199,13 @@ def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor
 class TorchLinearOperator(LinearOperator):
     """A real linear operator whose products run in PyTorch.
 
-    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns
-    the kind that came in; tensors never leave the operator's device. Sums, multiples,
-    products, powers and adjoints of such operators are operators of this class; with other scipy
-    operators they are scipy operators.
+    ``A @ x`` takes numpy arrays, tensors, and lists or dictionaries of tensors, and returns the
+    same kind; tensors never leave the operator's device. Sums, multiples, products, powers and
+    adjoints of such operators are operators of this class; with other scipy operators they are
+    scipy operators.
 
-    Products with tensors that require gradients can be differentiated with respect to these, not
-    with respect to what the operator is made of. That takes an adjoint.
+    Products can be differentiated with respect to the vectors, but not with respect to the tensors
+    of the operator. This takes an adjoint.
 
     A subclass implements ``_apply``, and ``_transposed`` unless it is self-adjoint; and
     ``_operands`` if it multiplies with other operators.
@@ -261,8 +265,8 @@ class TorchLinearOperator(LinearOperator):
 
         def __getattr__(self, name: str) -> Any:
             """Refuse attributes that people look for by what to write instead."""
-            if name in _REMEDIES:
-                raise AttributeError(f"{type(self).__name__} has no '{name}'. {_REMEDIES[name]}")
+            if name in REMEDIES:
+                raise AttributeError(f"{type(self).__name__} has no '{name}'. {REMEDIES[name]}")
             return self.__getattribute__(name)  # raises the error of Python, or of a property
 
     # --- what a subclass implements
@@ -427,7 +431,7 @@ class TorchLinearOperator(LinearOperator):
         )
 
     def to_scipy(self, dtype: Any = None) -> LinearOperator:
-        """Return the operator, a scipy LinearOperator; for another real dtype one that casts."""
+        """Return the operator, a scipy LinearOperator; for another real dtype, one that casts."""
         dtype = np.dtype(self.dtype if dtype is None else dtype)
         if dtype == self.dtype:
             return self
@@ -438,8 +442,8 @@ class TorchLinearOperator(LinearOperator):
     def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant inside the context.
 
-        Products share what does not depend on the vectors. The solvers and estimators of this
-        package enter it themselves; around SciPy's, write::
+        Products share the work that does not depend on the vectors. The solvers and estimators of
+        this package enter it themselves; around SciPy's, write::
 
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)

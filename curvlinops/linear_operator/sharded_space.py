@@ -54,7 +54,7 @@ class ShardedSpace(ParameterSpace):
     # --- vectors
 
     def parts(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what this process has of vectors, given tensors as users pass them.
+        """Return this process's parts of vectors, given tensors as users pass them.
 
         Raises:
             TypeError: If one is no DTensor where its parameter is, or the other way round.
@@ -88,7 +88,7 @@ class ShardedSpace(ParameterSpace):
         return parts
 
     def wholes(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return vectors as users get them, given what this process has of them.
+        """Return vectors as users get them, given this process's parts of them.
 
         Args:
             parts: Tensors ``[*part]`` or ``[*part, K]``.

@@ -30,8 +30,8 @@ class ParameterSpace:
 
     Attributes:
         dim: The dimension D of the space.
-        local_shapes: The shapes of what this process has of vectors, see ``ShardedSpace``.
-        local_dim: The number of entries that this process has of a vector.
+        local_shapes: The shapes of this process's parts of vectors, see ``ShardedSpace``.
+        local_dim: The number of entries in this process's part of a vector.
     """
 
     #: Whether processes have parts of vectors.
@@ -233,11 +233,11 @@ class ParameterSpace:
         return self.split_rows(self.empty(num_columns).normal_(generator=generator))
 
     def parts(self, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return what this process has of vectors, given tensors as users pass them."""
+        """Return this process's parts of vectors, given tensors as users pass them."""
         return vectors
 
     def wholes(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return vectors as users get them, given what this process has of them."""
+        """Return vectors as users get them, given this process's parts of them."""
         return parts
 
     def vectors(self, X: Tensor) -> Any:
@@ -252,7 +252,7 @@ class ParameterSpace:
         return X
 
     def check_whole(self, what: str, remedy: str = "") -> None:
-        """Refuse what no process has of vectors of which processes have parts.
+        """Refuse an operation that needs whole vectors, if processes have parts of them.
 
         Args:
             what: What it is.
@@ -260,7 +260,7 @@ class ParameterSpace:
         """
 
     def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return whole vectors, given what this process has of them."""
+        """Return whole vectors, given this process's parts of them."""
         return columns
 
     @property
@@ -272,7 +272,7 @@ class ParameterSpace:
         """Return random vectors as rows, ``[num, dim]``.
 
         Args:
-            num: Their number.
+            num: The number of vectors.
             fill: Writes random numbers to a tensor of one axis.
         """
         rows = self.empty(num)

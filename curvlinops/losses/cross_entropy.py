@@ -25,6 +25,8 @@ def _remedy(output: Tensor, target: Tensor, positions: tuple[int, ...]) -> str:
     if is_column or target.shape == positions:
         call = f"y{'.squeeze(1)' * is_column}{'.long()' * target.is_floating_point()}"
         return f" Pass {call}."
+    if target.shape == output.shape and not target.is_floating_point():
+        return " Pass y.argmax(1) for one-hot targets."
     return _CLASSES_LAST if output.ndim > 2 and target.shape == output.shape[:-1] else ""
 
 

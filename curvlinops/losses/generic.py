@@ -219,8 +219,8 @@ class AdditiveLoss(Loss):
             raise DependentLossError(
                 f"{self.name} is not a function of the model's output and the target alone: it "
                 "differentiates the output, or uses the parameters itself. The Hessian, gradients, "
-                "and the empirical Fisher are defined; the GGN, its diagonal and its Kronecker "
-                "factors are not, nor those of the empirical Fisher. Let the model return the "
+                "and the empirical Fisher are defined; the GGN, its diagonal, and Kronecker "
+                "factors (of the empirical Fisher, too) are not. Let the model return the "
                 "derivatives, and add weight decay to an operator by damped(delta)."
             )
 

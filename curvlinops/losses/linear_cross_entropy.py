@@ -24,9 +24,9 @@ _CHUNK = 2**22
 class LinearCrossEntropyLoss(nn.Module):
     """Cross-entropy of ``head(x)`` with targets, without the logits of all positions at once.
 
-    It equals ``CrossEntropyLoss()`` of the logits, and so do all matrices: the GGN is that with
-    respect to the logits. The model returns x, the inputs of its own head. Parameters of the head
-    may be in ``params`` for Hessian, GGN, gradients and gradients of samples.
+    The loss and all matrices equal those of ``CrossEntropyLoss()`` on the logits. The GGN is the
+    one with respect to the logits. The model returns x, the inputs of its own head. Parameters of
+    the head may be in ``params`` for Hessian, GGN, gradients and gradients of samples.
 
     Args:
         head: The model's head, a linear layer, which maps ``[N, ..., d]`` to ``[N, ..., V]``.

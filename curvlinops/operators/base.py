@@ -46,7 +46,7 @@ class DataLinearOperator(TorchLinearOperator):
     Args:
         model_func: The model. A ``torch.nn.Module``; or, with dictionary ``params``, a function
             ``(params, X) -> output``; or, with a list ``params``, a function ``X -> output`` that
-            uses those very tensors. The output is one tensor, batch axis first.
+            uses the very tensors of this list. The output is one tensor, batch axis first.
         loss_func: The loss: a PyTorch loss module, or a function ``(output, target) -> scalar``
             that adds up or averages over samples, which is checked on the first batch. If ``data``
             has the length one, Hessian and GGN take any function of the batch.
@@ -59,9 +59,9 @@ class DataLinearOperator(TorchLinearOperator):
             bar for all of their products, with the rate and the residual.
         check_deterministic: Whether to check at construction, on the first batch, that data and
             loss repeat (and the gradient, where that does not follow), and that samples do not
-            interact in the model; except in one batch that is all data, for operators that are not
-            made of single samples. In products, custom autograd functions of the model are compared
-            (see the page Conventions).
+            interact in the model. They may interact if one batch is all data, except in operators
+            that need single samples. In products, the derivatives of custom autograd functions are
+            checked, too (see the page Conventions).
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
@@ -133,7 +133,7 @@ class DataLinearOperator(TorchLinearOperator):
                 self.check_deterministic,
                 self._per_sample,
             )
-            # data first: in their place stand X and y if a user forgets the brackets
+            # data first: users who forget the brackets pass X and y in their place
             check_flag("progressbar", self.progressbar)
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
@@ -143,7 +143,7 @@ class DataLinearOperator(TorchLinearOperator):
             self._check_model()
         super().__init__(*self._spaces())
 
-    # --- what a subclass says
+    # --- methods of subclasses
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
@@ -204,7 +204,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @contextmanager
     def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
-        """Yield what is built of each batch; inside of ``linearized()`` what was kept of it.
+        """Yield the result of each batch; inside of ``linearized()`` the kept one.
 
         Args:
             build: Builds it.
@@ -228,9 +228,9 @@ class DataLinearOperator(TorchLinearOperator):
     def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant, so that products share graphs; see ``cache``.
 
-        The first product keeps what does not depend on its vectors, batch by batch. Once that of
-        all batches is kept, no data is read, moved or compared. All is freed at the end. The
-        context may be entered again inside, and belongs to the thread that enters it; in a
+        The first product keeps all work that does not depend on its vectors, batch by batch. Once
+        all batches are kept, no data is read, moved or compared. The memory is freed at the end.
+        The context may be entered again inside, and belongs to the thread that enters it; in a
         generator, it holds while the generator runs.
 
         Raises:
@@ -347,10 +347,10 @@ class DataLinearOperator(TorchLinearOperator):
     def to_device(self, device: torch.device | str) -> "DataLinearOperator":
         """Move the operator itself, and the user's module and loss, to another device.
 
-        Operators made of it before, such as sums, do not follow: make them again.
+        Operators that were built from it, such as sums, do not follow: build them again.
         """
         if (shared := linearization_of(self)) is not None:
-            shared.close()  # what it keeps is on the other device
+            shared.close()  # kept graphs are on the other device
         with exclusive():
             self.risk.to(device := as_device(device))
         self.domain, self.codomain = self.domain.to(device), self.codomain.to(device)
@@ -362,8 +362,10 @@ class DataLinearOperator(TorchLinearOperator):
         """Refuse parameters of the loss in ``params``, by name."""
         given = self.params.values() if is_named(self.params) else self.params
         for root in find_modules(self.loss_func):
-            if isinstance(root, LinearCrossEntropyLoss):  # of which the model has the head
+            if isinstance(root, LinearCrossEntropyLoss):  # the model has the head of this loss
                 continue
+            is_loss = isinstance(self.model_func, nn.modules.loss._Loss)
+            swapped = " The model is the first argument, and the loss the second." * is_loss
             for name, parameter in root.named_parameters():
                 if any(parameter is x for x in given):
                     raise ValueError(
@@ -371,7 +373,7 @@ class DataLinearOperator(TorchLinearOperator):
                         f"the loss, {type(root).__name__}. Operators differentiate the model: let "
                         "a Module hold the model and this parameter, and return what a loss "
                         "without parameters takes, such as the logits of a head, or logits times "
-                        "a temperature. Pass that as model_func."
+                        f"a temperature. Pass that as model_func.{swapped}"
                     ) from None
 
     def _check_shards(self) -> None:

@@ -35,9 +35,9 @@ class EFLinearOperator(DataLinearOperator):
     ``E = c * sum_t  g_t g_t^T``, of shape ``[D, D]``, with g_t the gradient of l_t (Kunstner et
     al., Limitations of the empirical Fisher approximation, NeurIPS 2019).
 
-    Each term has its own outer product. Terms may be tokens or pixels: ``terms="sample"`` adds up
-    those of a sample first. Use it for MSELoss and BCEWithLogitsLoss if outputs have more than two
-    axes, because there terms depend on which axis is last.
+    Each term has its own outer product. Terms may be tokens or pixels: ``terms="sample"`` first
+    adds up the gradients of a sample. Use it for MSELoss and BCEWithLogitsLoss if outputs have more
+    than two axes, because there terms depend on which axis is last.
 
     Args:
         terms: ``"term"``, or ``"sample"`` to add up the terms of a sample before the outer

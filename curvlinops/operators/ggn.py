@@ -72,10 +72,10 @@ class FisherMCLinearOperator(GGNLinearOperator):
     ``F = c * sum_t  1/M sum_m g_tm g_tm^T``, of shape ``[D, D]``: ``GGNLinearOperator`` with
     ``mc_samples=M``. The would-be gradients ``g_tm`` belong to labels that are drawn from the
     likelihood of the loss. They are scaled so that the expectation of F is the GGN, for all options
-    of the loss; for BCELoss, whose Hessian depends on the target, it is the GGN averaged over
-    labels of the model. Products repeat exactly for the same batches in the same order. The losses
-    are MSELoss, CrossEntropyLoss, LinearCrossEntropyLoss, BCEWithLogitsLoss, BCELoss and
-    PoissonNLLLoss (with ``log_input=True``).
+    of the loss; for BCELoss, whose Hessian depends on the target, the expectation is the GGN
+    averaged over labels of the model. Products repeat exactly for the same batches in the same
+    order. The losses are MSELoss, CrossEntropyLoss, LinearCrossEntropyLoss, BCEWithLogitsLoss,
+    BCELoss and PoissonNLLLoss (with ``log_input=True``).
 
     Args:
         mc_samples: Number M of samples per term.

@@ -32,8 +32,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     ``diag(G)`` of shape ``[D, D]``, for the G of ``GGNLinearOperator``. The exact diagonal
     (``mc_samples=0``) backpropagates C vectors if a sample has one term, else C vectors for each
     term (token, pixel) of a sample. They are columns of square roots of the loss Hessians. The
-    sampled diagonal backpropagates ``mc_samples`` vectors, and its expectation is the exact one,
-    for BCELoss its average over labels of the model. The losses are those of
+    sampled diagonal backpropagates ``mc_samples`` vectors. Its expectation is the exact diagonal;
+    for BCELoss, the exact diagonal averaged over labels of the model. The losses are those of
     ``FisherMCLinearOperator``; the exact diagonal also takes HuberLoss and SmoothL1Loss.
 
     Products ``D @ v`` follow the model. Inverses, powers, multiples, ``damped(delta)``, and sums

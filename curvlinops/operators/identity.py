@@ -1,4 +1,4 @@
-"""What a saved thing belongs to: options, shapes, and numbers of model, loss and first batch."""
+"""The identity of a saved object: options, shapes, and numbers of model, loss and first batch."""
 
 import json
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ _NUMBER, _SAMPLES = "the number of the batch", "the number of samples in the fir
 def identity_of(
     operator: DataLinearOperator, options: Mapping[str, Any], with_numbers: bool = True
 ) -> Identity:
-    """Return what tells whether operators have the same options, model, loss and data.
+    """Return numbers that tell whether operators have the same options, model, loss and data.
 
     The data is represented by this process's first batch with rows: the model is evaluated on it
     once, with one backward pass, and with the same random numbers each time. Processes with shards
@@ -66,7 +66,7 @@ def check_identity(
     remedy: str = "",
     data: Batches | None = None,
 ) -> None:
-    """Refuse what does not belong to an operator. All processes call it together.
+    """Refuse an object that does not belong to an operator. All processes call it together.
 
     Args:
         source: What has the other identity, for messages.
@@ -107,7 +107,7 @@ def check_model(source: str, other: Identity, operator: DataLinearOperator) -> N
 
 
 def numbers_in(columns: Mapping[str, Any]) -> Identity:
-    """Return numbers of vectors, of which some may have a low rank, by the parameter."""
+    """Return numbers of vectors by the parameter; some vectors may have a low rank."""
     tensors = {}
     for name, x in columns.items():
         for part, tensor in enumerate((x.left, x.right) if isinstance(x, LowRank) else (x,)):
@@ -116,7 +116,7 @@ def numbers_in(columns: Mapping[str, Any]) -> Identity:
 
 
 def computed_numbers(numbers: list[float], dtype: torch.dtype) -> dict[str, Any]:
-    """Return numbers that were computed in a dtype, of which the first one tells the scale."""
+    """Return numbers that were computed in a dtype; the first one is the scale."""
     return _numbers(numbers, _COMPUTED.get(dtype, _COMPUTED_IN_HALF))
 
 
@@ -171,7 +171,7 @@ def _numbers(numbers: list[float], tolerance: float, *kind: str) -> dict[str, An
 
 
 def _facts(operator: DataLinearOperator, options: Mapping[str, Any]) -> Identity:
-    """Return what is known without an evaluation of the model, as JSON has it."""
+    """Return the part that takes no evaluation of the model, as JSON has it."""
     shapes, loss = operator.risk.space.shapes, operator.risk.loss
     facts = {
         "class": type(operator).__name__,

@@ -35,7 +35,7 @@ class JacobianLinearOperator(RowsLinearOperator):
     there are no blocks.
     """
 
-    # what the Jacobian does not have
+    # arguments that the Jacobian does not have
     loss_func: None = field(init=False, default=None)
     block_sizes: None = field(init=False, default=None)
     reduction: None = field(init=False, default=None)

@@ -228,7 +228,7 @@ class TransposedLinearOperator(TorchLinearOperator):
 
 
 class RowSlices:
-    """Says which of all rows are those of each batch.
+    """Says which rows belong to each batch.
 
     Args:
         dim: The number of rows.
@@ -238,7 +238,7 @@ class RowSlices:
         self._dim, self._start = dim, 0
 
     def of(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield what there is of each batch; ``next`` is called for each.
+        """Yield the rows of each batch; ``next`` is called for each.
 
         Raises:
             RuntimeError: If all batches together have another number of rows.

@@ -132,7 +132,7 @@ def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tenso
 def products_by_position(
     problem: BatchProblem, columns: Mapping[str, Tensor | LowRank], name: str
 ) -> Tensor:
-    """Return what each of a sequence's T positions adds to ``products``, ``[N, T, K]``.
+    """Return the contribution of each of a sequence's T positions to ``products``, ``[N, T, K]``.
 
     Args:
         problem: Model and loss on the batch.

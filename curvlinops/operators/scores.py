@@ -32,13 +32,13 @@ SECONDS = 30.0
 class LowRankColumns:
     """K vectors of the parameters, whose matrices were replaced by matrices of low rank.
 
-    The method ``low_rank`` of gradients of samples makes it, and ``scores`` takes it.
+    ``PerSampleGradientLinearOperator.low_rank`` returns them, and ``scores`` takes them.
 
     Attributes:
         rank: The largest rank of a matrix.
         relative_error: The norm of what was left out, relative to that of the vector, ``[K]``.
         error_by_parameter: The same for each parameter alone, ``[K]``, by name.
-        is_vector: Whether they stand for one vector, without an axis for K.
+        is_vector: Whether they represent one vector, without an axis for K.
         num_bytes: The memory that the vectors take.
     """
 
@@ -143,7 +143,7 @@ def _truncated(column: Tensor, rank: int, scale: Tensor) -> tuple[Tensor | LowRa
 
 @recorded
 class ScorePart(NamedTuple):
-    """Scores in a file, ``[n, *]``, which of all wanted rows they are, and what they belong to."""
+    """Scores in a file, ``[n, *]``, the indices of their rows, and their identity."""
 
     identity: str
     rows: Tensor
@@ -159,7 +159,7 @@ class ScoreTable:
         num_rows: The number of rows.
         like: A tensor of the scores' dtype and device.
         directory: The directory, which may not exist yet.
-        identity: What the scores belong to.
+        identity: The identity that the scores belong to.
 
     Attributes:
         scores: The scores, ``[num_rows, *]``; ``None`` before there are any.

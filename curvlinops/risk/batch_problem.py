@@ -118,8 +118,8 @@ class BatchProblem:
             elif facts.groups_rows_alone not in (None, groups_rows):
                 raise ValueError(
                     f"The model's output has {num_rows} rows for {num_samples} samples, and had "
-                    "several rows for the one sample of an earlier batch. Only for one of both do "
-                    f"they seem to be equally many rows of each sample. {_SAY_ROWS}; or put a "
+                    "several rows for the one sample of an earlier batch. Only one of both batches "
+                    f"seems to have equally many rows for each sample. {_SAY_ROWS}; or put a "
                     "batch of several samples first, which then decides."
                 )
             else:

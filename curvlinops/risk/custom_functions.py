@@ -52,7 +52,7 @@ def check_jacobian(
             "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
             f"{', '.join(problem.uncompared)}), cannot be differentiated with respect to the "
             "gradient that it gets, so that products with the Jacobian are wrong. Compute with "
-            "PyTorch operations in it, and neither detach the gradient nor leave PyTorch. "
+            "PyTorch operations in it, and do not detach the gradient. "
             "check_deterministic=False skips this comparison."
         )
     problem.functions.were_compared(all(sizes.values()))

@@ -45,6 +45,7 @@ class Batch:
     def name_in(self, error: Exception) -> None:
         """Add the batch in which an error was raised to the error, as a note."""
         tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
+        tensors[8:] = [f"and {len(tensors) - 8} more"] if len(tensors) > 8 else []
         about = " of ".join([type(self.X).__name__, *filter(None, ["; ".join(tensors)])])
         note = f"(in batch {self.index} of the data; the model gets X, {about}, as one argument)"
         if isinstance(self.X, Mapping):
@@ -141,7 +142,7 @@ class Batches:
         if self.num_data is not None and num_data != self.num_data:
             raise ValueError(
                 f"num_data is {self.num_data}, but data has {num_data:.0f} samples. Of several "
-                "processes, each counts its own."
+                "processes, each counts its own samples."
             )
         self._counts = index + 1, num_data
 

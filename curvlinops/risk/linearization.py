@@ -64,9 +64,9 @@ class FreshProducts:
         if self._count == _MANY_PRODUCTS:
             FreshProducts.was_said = True
             _LOGGER.warning(
-                "%s: each of %d products has evaluated the model anew, though no parameter has "
-                "changed. Inside of `with A.linearized():` they share this, also those of SciPy's "
-                "solvers. This is said once.",
+                "%s: each of the last %d products has evaluated the model, though no parameter has "
+                "changed. Write `with A.linearized():` around loops and SciPy's solvers: products "
+                "inside of it share this work. This message appears once.",
                 name,
                 _MANY_PRODUCTS,
             )
@@ -159,7 +159,7 @@ class Linearization:
             if name not in after and _checksums(tensors[name]) != self._checksums[name]:
                 raise RuntimeError(
                     f"'{name}' was overwritten {_MUST_STAY} Products inside may be of the old "
-                    "numbers: PyTorch does not tell of fused optimizers, .data, and NumPy."
+                    "numbers: PyTorch does not see writes by fused optimizers, .data, NumPy."
                 )
 
     def has_room(self, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""What all matrices with structure can do."""
+"""The methods of all matrices with structure."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -25,10 +25,10 @@ FORMAT = "structured operator 5"
 class StructuredLinearOperator(TorchLinearOperator):
     """A matrix whose structure makes more than products cheap.
 
-    Multiples, sums with multiples of the identity, inverses and powers have structure, too, and so
-    have sums and products of two operators if their classes say so (``_added``, ``_multiplied``).
-    Operators never change: all of these are new ones, which share tensors with the old. Tensors are
-    kept, not copied; do not change them in place.
+    Multiples, sums with multiples of the identity, inverses and powers have structure, too. So do
+    sums and products of two operators, if their classes say so (``_added``, ``_multiplied``).
+    Operators never change: results are new operators, which share tensors with the old ones.
+    Tensors are kept, not copied; do not change them in place.
 
     A subclass implements ``_apply``, the methods with an underscore that it has, and ``_record``.
     """
@@ -121,7 +121,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return ``(A + damping I)^-1``, exactly.
 
         Args:
-            damping: What is added to the diagonal.
+            damping: The number that is added to the diagonal.
             retry_double_precision: Whether a matrix that cannot be factorized accurately in float32
                 is factorized in float64. The result is float32 in any case.
 
@@ -153,9 +153,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return ``A^exponent``; the same as ``A ** exponent``.
 
         Args:
-            exponent: Any real number. Negative ones need a nonsingular operator, and those that are
-                not integers a positive semidefinite one, of a Kronecker product semidefinite
-                factors. All but non-negative integers need a symmetric one.
+            exponent: Any real number. Negative exponents need a nonsingular operator. Exponents
+                that are not integers need a positive semidefinite operator, and a Kronecker product
+                needs positive semidefinite factors. All exponents but non-negative integers need a
+                symmetric operator.
 
         Raises:
             ValueError: If there is no such power.
@@ -180,7 +181,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
         Args:
             generator: Source of randomness; see ``hutchinson_trace``.
-            num_samples: How many, as ``[D, num_samples]``. Default: one, ``[D]``.
+            num_samples: The number of draws, ``[D, num_samples]``. Default: a single draw, ``[D]``.
             seed: Seeds a generator; see ``hutchinson_trace``.
 
         Raises:
@@ -196,7 +197,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def state_dict(self) -> dict[str, Any]:
-        """Return what the operator consists of: tensors by name, and metadata as a string.
+        """Return the contents of the operator: tensors by name, and metadata as a string.
 
         ``load`` makes an operator of it. Do not write to the tensors: they are the operator's own.
 
@@ -289,7 +290,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self.codomain.join_rows(self._apply(columns, self.codomain.names))
 
     def _parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
-        """Return so many equally large diagonal blocks, of which the operator consists.
+        """Return the operator as so many equally large diagonal blocks.
 
         They are made once, so that operators that share something share its parts.
         """

@@ -25,13 +25,13 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     Args:
         blocks: The blocks, in this order; or a dictionary of them, whose keys appear in messages.
-        space: The parameters on which the operator acts. Default: those of the blocks if these
-            have names of which none occurs twice; otherwise it acts on plain vectors, the
-            concatenation of those of its blocks.
+        space: The parameters on which the operator acts. Default: the parameters of the blocks, if
+            these have names and none occurs twice; otherwise it acts on plain vectors, the
+            concatenated vectors of its blocks.
         layouts: Where the entries of each block's plain vectors are in the parameters. Default:
             blocks act on parameters of the space, or one block after the other on all entries.
-            With the layout of several matrices an operator is as many equally large blocks, which
-            are computed together.
+            An operator with the layout of several matrices stands for as many equally large blocks,
+            which are computed together.
         ranks: The processes over which the blocks are distributed, which call all methods together.
             Each has a ``RemoteLinearOperator`` in place of the others' blocks. KFAC with
             ``factor_placement="partition"`` sets it. Default: all blocks are here.
@@ -106,8 +106,8 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def blocks(self) -> dict[Any, StructuredLinearOperator]:
         """The blocks by the keys that they were given with, or else by number.
 
-        Blocks with layouts have the names of their parameters as key, a tuple, as those of
-        Kronecker-factored approximations; blocks on the same parameters are put together.
+        The key of a block with a layout, as in Kronecker-factored approximations, is the tuple of
+        its parameters' names. Blocks on the same parameters are put together.
         """
         if not self._has_layouts:
             return dict(zip(self._keys, self, strict=True))
@@ -192,7 +192,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return columns if self.domain.in_parts else self.ranks.agreed(columns)
 
     def _complete(self, numbers: Tensor) -> Tensor:
-        """Return numbers that have zeros for other processes' blocks with those of all blocks."""
+        """Return numbers of all blocks, given numbers that are zero for other processes' blocks."""
         return self.ranks.add(numbers)
 
     def _map(
@@ -244,14 +244,14 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
         return rows if space.in_parts else self._complete(rows)
 
     def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
-        """Return the vectors of a block, given vectors of which processes may have parts."""
+        """Return the vectors of a block, given vectors that may be spread over processes."""
         if self.domain.in_parts:
             names = [name for name in columns if name in layout.names]  # in the same order
             columns = {name: self.domain.gather(name, columns[name]) for name in names}
         return layout.gather(columns)
 
     def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
-        """Write the vectors of a block to vectors of which processes may have parts."""
+        """Write the vectors of a block to vectors that may be spread over processes."""
         if not self.domain.in_parts:
             layout.write(vectors, out)
             return

@@ -28,7 +28,7 @@ class DiagonalLinearOperator(KnownEigenvalues):
             for one tensor, else vectors of the tensors' names and shapes.
 
     Raises:
-        TypeError: If a tensor of the diagonal is none of real floating-point numbers.
+        TypeError: If a tensor of the diagonal has no real floating-point dtype.
         ValueError: If it has NaN or infinite values, or does not fit the space.
     """
 
@@ -104,10 +104,10 @@ class IdentityLinearOperator(StructuredLinearOperator):
         space: The space; every operator of this package has one as ``space``. Or the dimension of
             plain vectors, or the shapes of several tensors, on the CPU: these are float32 unless
             the identity is added to, or multiplied with, an operator of higher precision.
-        scalar: The number by which vectors are multiplied; one, if the device is in its place, as
-            in ``IdentityLinearOperator(shapes, device, dtype)``.
+        scalar: The number by which vectors are multiplied. If the device is passed in its place, as
+            in ``IdentityLinearOperator(shapes, device, dtype)``, the number is one.
         dtype: The type of the vectors, if not the space's.
-        device: Where they live, if not where the space's do.
+        device: The device of the vectors, if not the space's.
 
     Raises:
         TypeError: If the dtype is not a real floating-point type.

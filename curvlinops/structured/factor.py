@@ -175,7 +175,7 @@ class Factor:
         Args:
             in_float64: Whether eigenvalues are computed in float64, because small ones matter.
                 Those that are known in float64 already are returned in any case.
-            name: What the factor is called in messages.
+            name: The name of the factor in messages.
 
         Raises:
             ValueError: If the matrices have NaN or infinite values.
@@ -193,7 +193,7 @@ class Factor:
 
         Args:
             shift: A number, or one for each group, ``[G, 1]``.
-            name: What the factor is called in messages.
+            name: The name of the factor in messages.
             accurate: Whether float64 is used where float32 does not suffice.
 
         Raises:

@@ -39,8 +39,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     Args:
         *factors: Matrices ``[n, m]``, or ``[G, n, m]``; or ``DiagonalLinearOperator``,
             ``IdentityLinearOperator`` and other Kronecker products without groups, which are never
-            made dense. Inverses, powers and the like need symmetric factors, which
-            includes asymmetry by rounding.
+            made dense. Inverses, powers and the like need symmetric factors, up to rounding.
 
     Raises:
         TypeError: If a factor is none of these.

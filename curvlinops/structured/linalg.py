@@ -78,7 +78,7 @@ def power(
     Args:
         values: Eigenvalues.
         exponent: The power.
-        subject: What has these eigenvalues, for messages.
+        subject: The matrix with these eigenvalues, for messages.
         dtype: The precision of the subject, if the eigenvalues have more.
 
     Raises:
@@ -121,7 +121,7 @@ def eigenpairs(
 
     Args:
         matrices: The matrices.
-        name: What they are called in messages.
+        name: Their name in messages.
         dtype: The precision of the computation. Default: that of the matrices.
 
     Returns:

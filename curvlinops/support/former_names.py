@@ -1,4 +1,4 @@
-"""The names of curvlinops-for-pytorch that this package has not, and what to write instead."""
+"""Names of curvlinops-for-pytorch that this package does not have, and what to write instead."""
 
 _MATRICES = "functions take matrices and tensors as they are, such as xtrace(matrix, 6)"
 _NONE = "there is no counterpart"
@@ -38,7 +38,7 @@ FORMER = {
     "HutchinsonSquaredFrobeniusNormEstimator": "hutchinson_squared_fro(A, num_matvecs)",
     "TensorLinearOperator": _MATRICES,
     "ActivationHessianLinearOperator": _NONE,
-    "KFOCLinearOperator": _NONE,
+    "KFOCLinearOperator": "KFACLinearOperator(..., fit='frobenius')",
 }
 
 #: Methods by name, and what to write instead.
@@ -75,6 +75,6 @@ FORMER_KEYWORDS = {
 def explain(name: str) -> str:
     """Return the message for a former name."""
     return (
-        f"'curvlinops.{name}' is a name of curvlinops-for-pytorch, which this package has not. "
+        f"'curvlinops.{name}' is a name of curvlinops-for-pytorch that this package does not have. "
         f"Here: {FORMER[name]}. See the page 'Coming from other packages' of the documentation."
     )

@@ -1,4 +1,4 @@
-"""What stands in a training loop, composed of public calls: nothing below imports it."""
+"""Tools for training loops, composed of public calls: nothing below imports it."""
 
 from curvlinops.training.kfac_preconditioner import KFACPreconditioner
 from curvlinops.training.monitor import CurvatureMonitor

@@ -23,16 +23,16 @@ class KFACPreconditioner:
     Distributed second-order optimization using Kronecker-factored approximations, ICLR 2017).
 
     Parameters of the optimizer that ``K`` does not have keep their gradients. A parameter of ``K``
-    without a gradient has the direction zero, and stays without.
+    without a gradient counts as zero, and gets no direction.
 
     The factors are those of the model in eval mode: batch normalization in train mode couples the
     samples of a batch, and dropout makes the model random. Both are refused by ``K``. So build
     ``K`` in eval mode; ``step`` enters eval mode for updates, and restores all train flags.
 
     Args:
-        K: A ``KFACLinearOperator``, on the first batch, say. Of an ``EKFACLinearOperator``,
-            eigenvectors stay those of the first step. If each process has batches of its own, as
-            with ``DistributedDataParallel``, build ``K`` with a ``process_group``; otherwise the
+        K: A ``KFACLinearOperator``, on the first batch, say. An ``EKFACLinearOperator`` keeps the
+            eigenvectors of the first step. If each process has batches of its own, as with
+            ``DistributedDataParallel``, build ``K`` with a ``process_group``; otherwise the
             processes' directions differ.
         optimizer: The optimizer that makes the steps. Its learning rates are read.
         damping: The number that is added to all eigenvalues of ``K``, in units of the loss. A
@@ -94,8 +94,8 @@ class KFACPreconditioner:
         """Replace the gradients, after an update of the factors or a new inverse, if it is time.
 
         Args:
-            X: The inputs of a batch: the one of the gradients, or a part of it. They are read at
-                each ``update_every``-th call only.
+            X: The inputs of the batch of the gradients, or of a part of this batch. They are read
+                at each ``update_every``-th call only.
             y: Its targets.
 
         Raises:

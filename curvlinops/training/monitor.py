@@ -34,8 +34,8 @@ class CurvatureMonitor:
     - ``sharpness``, ``eigenvalue_2``, ...: the largest eigenvalues, in descending order.
     - ``trace``, ``trace_error``: an estimate of the trace by ``xtrace``, with its standard error.
       Its random vectors are the same at each step.
-    - The same, but the loss, for the diagonal block of each layer: ``0/sharpness`` for the layer
-      ``0``.
+    - The same numbers, except the loss, for the diagonal block of each layer: ``0/sharpness`` for
+      the layer ``0``.
 
     Args:
         A: A symmetric operator on data that follows the model, such as a Hessian or a GGN. A few
@@ -43,7 +43,7 @@ class CurvatureMonitor:
         path: A CSV file, with the step and a measurement in each row. Rows are written at once. A
             file that exists is continued.
         writer: Takes the numbers as ``writer.add_scalar("curvature/sharpness", number, step)``:
-            a ``torch.utils.tensorboard.SummaryWriter``, or an object of yours.
+            a ``torch.utils.tensorboard.SummaryWriter``, or an object of your own.
         every: The number of steps from one measurement to the next.
         k: The number of eigenvalues, for the matrix and for each layer.
         num_matvecs: The number of products for each trace, at least six. Zero: no traces.

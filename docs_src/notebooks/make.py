@@ -30,6 +30,7 @@ NAMES = [
     "influence_sequences",
     "tangent_kernel",
     "lora_gpt2",
+    "long_sequences",
     "resnet_training",
 ]
 

@@ -784,6 +784,10 @@ ERRORS: list[tuple[Any, Callable[[list], Any], dict[str, str], type[Exception], 
     ("GPT2LMHeadModel", list, {"task": "generation"}, ValueError, "task must be one of causal-lm"),
     ("GPT2LMHeadModel", lambda data: data[0], {}, TypeError, r"For one batch, pass \[batch\]"),
     ("GPT2LMHeadModel", iter, {}, ValueError, "one-shot iterator"),
+    (
+        "GPT2LMHeadModel", each(lambda b: b | {"input_ids": b["input_ids"] + V}), {}, IndexError,
+        r"GPT2LMHeadModel raised this for the loader's first batch.*'input_ids': \[",
+    ),
     ("GPT2LMHeadModel", lambda _: [], {}, ValueError, "loader is empty"),
     (lambda: make, list, {}, TypeError, "model must be a Module, got function"),
     (

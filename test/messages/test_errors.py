@@ -110,7 +110,8 @@ PARAMETERS: list[tuple[Any, Any, Error, str]] = [
     (shared, {"weight": X}, ValueError, "'weight' in params is unknown.*mean '0.weight'"),
     (nn.ModuleDict({str(i): net() for i in range(9)}), {"x": X}, ValueError, "and 26 more"),
     (shared, [shared[0].weight.data], ValueError, r"list\(model.parameters\(\)\).*nor param.data"),
-    (shared, CE, TypeError, r"Pass list\(model.parameters\(\)\)"),
+    (shared, CE, TypeError, r"Pass list\(model.parameters\(\)\). The Jacobian takes no loss"),
+    (lambda x: x, {"w": X}, TypeError, r"is called as f\(params, X\): too many positional"),
     (CE, [X], ValueError, "CrossEntropyLoss, which has no parameters. The model is the first"),
     (shared, {"0.bias": torch.ones(3)}, ValueError, r"'0.bias'.*shape \[3\].*\[4\]"),
     (linear, {"w": torch.ones(3, 2).long()}, TypeError, "'w' has dtype torch.int64"),
@@ -124,6 +125,12 @@ PARAMETERS: list[tuple[Any, Any, Error, str]] = [
     (TIED, DIFFERENT, ValueError, r"'0.weight' and '1.weight'.*one tied parameter"),
     (lambda x: x @ WEIGHT + BIAS, [WEIGHT, BIAS], ValueError, r"\[0, 1\] of params are computed"),
 ]
+
+
+def test_model_and_loss_are_swapped():
+    params = list(shared.parameters())
+    with pytest.raises(ValueError, match="'0.weight' .*The model is the first argument"):
+        build(model=CE, loss=shared, params=params)
 
 
 @pytest.mark.parametrize("model, params, error, match", PARAMETERS)
@@ -351,7 +358,6 @@ def test_dictionaries_that_are_keyword_arguments():
 
 NAMED_PARAMS = dict(shared.named_parameters())
 SIGNATURES = [
-    (lambda X: shared(X), NAMED_PARAMS),
     (lambda p, X: shared(X), list(NAMED_PARAMS.values())),
     (nn.Bilinear(3, 3, 3), None),
 ]
@@ -415,6 +421,7 @@ LOSSES: list[tuple[Any, Any, str]] = [
     (CE, torch.zeros(5, 2).long(), r"Batch 0: CrossEntropyLoss.*shape \[5\]; got .*\[5, 2\]"),
     (CE, Y.float(), r"targets of shape \[5\]; got torch.float32.*Pass y.long"),
     (CE, Y[:, None], r"got .*\[5, 1\]. Pass y.squeeze\(1\)."),
+    (CE, SOFT.long(), r"got torch.int64 of shape \[5, 3\]. Pass y.argmax\(1\) for one-hot"),
     (CE, Y.numpy(), r"a ndarray. Pass torch.as_tensor\(y\)"),
     (CE, None, "a NoneType"),
     (CE, Y + 1, "targets from 1 to 3, but the output has 3 classes"),
@@ -850,9 +857,12 @@ USES: list[tuple[Callable, Error, str]] = [
     (lambda: H.eigsh(), AttributeError, r"It is a function: curvlinops.eigsh\(A, ...\)"),
     (lambda: H.spectrum(), AttributeError, r"lanczos_approximate_spectrum\(A, ncv\)"),
     (lambda: H.hvp(ONES), AttributeError, "Write A @ x"),
-    (lambda: curvlinops.Hessian, AttributeError, "There are: HessianLinearOperator$"),
-    (lambda: curvlinops.GGN, AttributeError, "There are: GGNDiagonalLinearOp.*, GGNLinearOperator"),
-    (lambda: curvlinops.KFAC, AttributeError, "There are: .*KFACLinearOperator, KFACType"),
+    (lambda: curvlinops.Hessian, AttributeError, "Did you mean HessianLinearOperator.$"),
+    (lambda: curvlinops.GGN, AttributeError, "mean GGNDiagonalLinearOp.*, GGNLinearOp"),
+    (lambda: curvlinops.KFAC, AttributeError, "Did you .*KFACLinearOperator, KFACType"),
+    (lambda: curvlinops.hvp, AttributeError, "no attribute 'hvp'. Write A @ x."),
+    (lambda: H.dense(), AttributeError, r"A.to_dense\(\) is the matrix"),
+    (lambda: curvlinops.by_layer(H, "xtrace"), TypeError, "function of an operator.*got str"),
     (lambda: curvlinops.eigsh(H, k=2, which="SM"), ValueError, "which='SM'.*which='SA' finds"),
     (lambda: H.to_device("gpu"), ValueError, "Device 'gpu' cannot be used here. There are .'cpu'"),
     (lambda: K.inverse(0.1).to_device("cuda:99"), ValueError, "'cuda:99' cannot be used here"),
@@ -896,7 +906,7 @@ def test_a_matrix_is_added_as_the_message_says():
 IMPORTS = {
     "from curvlinops import kfac": "KFACLinearOperator, FisherType, KFACType",
     "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
-    "from curvlinops import KFOCLinearOperator": "there is no counterpart",
+    "from curvlinops import KFOCLinearOperator": "fit='frobenius'",
 }
 
 

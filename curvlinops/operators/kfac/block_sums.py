@@ -27,7 +27,7 @@ _OTHER_USES = (
 
 
 class BlockSum(ABC):
-    """What is summed for a block, a function of its gradients as matrices ``[G, O, I]``.
+    """The sum for a block, a function of its gradients as matrices ``[G, O, I]``.
 
     Attributes:
         shape: The shape of these matrices.
@@ -63,7 +63,7 @@ OfBlock = TypeVar("OfBlock", bound=BlockSum)
 def everywhere(
     own: Mapping[Views, OfBlock], ranks: Team, device: torch.device
 ) -> dict[Views, OfBlock]:
-    """Return what all processes have for some blocks each, in all processes."""
+    """Return the results for all blocks in all processes, each of which has some."""
     tensors = ranks.exchange(
         {(views, n): x for views, of_block in own.items() for n, x in of_block.tensors().items()},
         device,
@@ -86,7 +86,7 @@ def matrices_of(
     Args:
         gradients: Those of all uses of a weight on a batch.
         shape: The shape of the matrices.
-        has_bias: Whether that of the bias is the last column.
+        has_bias: Whether the gradient of the bias is the last column.
     """
     whole = sum_of(list(gradients))
     is_alike = KroneckerShape.of(whole, shape.is_bias) == shape
@@ -120,7 +120,7 @@ def add_block_sums(
         sums: The sums. They know the uses that the data before has shown.
         problem: The risk on the batch.
         samples: The batch's forward pass.
-        wanted: What is summed, by ``Block.views``.
+        wanted: The sums, by ``Block.views``.
 
     Raises:
         ValueError: If the batch shows other uses; if samples interact.

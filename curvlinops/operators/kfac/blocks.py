@@ -78,7 +78,7 @@ class LayerUse:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # as that of views
+    def _hash(self) -> int:  # kept, as the hash of views
         return hash((self.view, self.shape, self.is_product, self.partner))
 
     def __reduce__(self) -> tuple:
@@ -138,7 +138,7 @@ def group_by_use(
     Args:
         contributions: The gradients that calls of layers contribute.
         reduced: The parameters that are treated by the reduce setting.
-        conclusions: What was concluded of the same graph, see ``SampleGradients``.
+        conclusions: Earlier conclusions from the same graph, see ``SampleGradients``.
     """
     contributions = list(contributions)
     key = "layers", reduced, tuple(x.name for x in contributions)
@@ -231,7 +231,7 @@ class Block:
         matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
             diagonals ``[G, n]``; ``None`` if they are not yet known.
         is_here: Whether this process has its matrices.
-        basis: An eigenbasis, of which ``matrix`` are the eigenvalues ``[G, O, I]``.
+        basis: An eigenbasis; ``matrix`` then has the eigenvalues ``[G, O, I]``.
         members: The equal blocks that it is a stack of; empty for a single one. The matrices of a
             stack, its ``views`` and its ``groups`` are those of the first one, then of the next.
     """
@@ -416,7 +416,7 @@ def _obstacle(by_view: Mapping[ParameterView, list[LayerUse]]) -> str | None:
 
 
 def _shapes(uses: Iterable[LayerUse]) -> list[KroneckerShape]:
-    """Return the shapes of uses in an order that does not depend on which was seen first."""
+    """Return the shapes of uses in an order that does not depend on the order of uses."""
     return _ordered({use.shape for use in uses}, lambda shape: (shape.one_hot_inputs, repr(shape)))
 
 

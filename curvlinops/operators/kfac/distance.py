@@ -69,7 +69,7 @@ class ExactProducts(BlockSum):
 def exact_products(
     blocks: Iterable[Block], like: Tensor, num: int, seed: int
 ) -> dict[Views, ExactProducts]:
-    """Return the products with random signs that tell the distance of Kronecker products.
+    """Return the products with random signs that estimate the distance of Kronecker products.
 
     With at most as many entries as vectors, these are the unit vectors.
 

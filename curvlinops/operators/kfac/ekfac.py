@@ -21,13 +21,13 @@ from curvlinops.structured.layout import ParameterView
 class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     """Eigenvalue-corrected KFAC (EKFAC), block-diagonal with a block for each layer.
 
-    KFAC's block ``B (x) A`` has the eigenvectors ``Q_B (x) Q_A``. They are kept, and the
-    eigenvalues replaced by the diagonal of the exact block in this basis,
-    ``c * sum (Q_B^T G Q_A)^2``, with G the matrices of single samples' gradients. No other
-    eigenvalues are closer to the exact block in the Frobenius norm; the trace is exact. It takes a
-    second pass over the data. In the reduce setting, factors may have null spaces in which
-    gradients do not vanish. All numbers but the trace then depend on the basis that the
-    eigendecomposition returns for these. Updates keep the eigenvectors; operators cannot be merged.
+    KFAC's block ``B (x) A`` has the eigenvectors ``Q_B (x) Q_A``. EKFAC keeps these, and replaces
+    the eigenvalues by the diagonal of the exact block in this basis, ``c * sum (Q_B^T G Q_A)^2``,
+    with G the matrices of single samples' gradients. No other eigenvalues are closer to the exact
+    block in the Frobenius norm; the trace is exact. It takes a second pass over the data. In the
+    reduce setting, factors may have null spaces in which gradients do not vanish. All numbers but
+    the trace then depend on the basis that the eigendecomposition returns for the null space.
+    Updates keep the eigenvectors; operators cannot be merged.
 
     George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis,
     NeurIPS 2018, arXiv:1806.03884.

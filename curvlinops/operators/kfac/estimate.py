@@ -1,4 +1,4 @@
-"""Adds a batch to the sums of which the blocks of an approximation are made."""
+"""Adds a batch to the sums from which the blocks of an approximation are computed."""
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, combinations
@@ -112,8 +112,8 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
 class Padding:
     """Finds out which of the layers' rows count as inputs of a batch: those that are no padding.
 
-    Padding does not count, unless it has a gradient: then it predicts a token, or the mask is that
-    of other sequences.
+    Padding does not count, unless it has a gradient: then it predicts a token, or the mask belongs
+    to other sequences.
 
     Args:
         problem: The risk on the batch.
@@ -165,7 +165,7 @@ class Padding:
 
 
 def _attention_masks(problem: BatchProblem) -> list[Tensor]:
-    """Return the masks ``[N, T]`` of sequences, ``False`` at padding, if the model tells."""
+    """Return the masks ``[N, T]`` of sequences, ``False`` at padding, if the model has them."""
     model = problem.model
     masks_of = getattr(model.module or model.source, "attention_masks", None)
     masks = [] if masks_of is None else masks_of(problem.batch.X)

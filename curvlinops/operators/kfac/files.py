@@ -33,15 +33,15 @@ def write_factors(
 ) -> BlockDiagonalLinearOperator:
     """Compute the factors of KFAC or EKFAC in parts, and write them to a directory.
 
-    Each part takes a pass over the data (EKFAC: two), with the memory of its own factors. To divide
-    the layers, there is another pass before, without gradients. Layers that share a factor are
-    written to one file. If the computation is killed, the same call continues it: what is there is
-    not computed again. Several processes may write to one directory.
+    Each part takes a pass over the data (EKFAC: two), with the memory of its own factors. A pass
+    before, without gradients, finds out how to divide the layers. Layers that share a factor are
+    written to one file. If the computation is killed, the same call continues it: files that exist
+    are not computed again. Several processes may write to one directory.
 
     Args:
         operator: A KFAC or EKFAC operator. It does not keep the factors; its method ``load`` reads
             them. With a ``process_group``, all processes call the function with one directory.
-        directory: The directory, which may not exist yet. What is there must be of the same
+        directory: The directory, which may not exist yet. Its files must belong to the same
             options, model, loss, and first batch, which are compared by numbers.
         parts: The number of parts.
 
@@ -90,7 +90,7 @@ def write_factors(
 def _passes(
     operator: KroneckerFactoredLinearOperator, num: int, there: set[str]
 ) -> list[list[str]]:
-    """Return the parameters of each pass, without those that are there."""
+    """Return the parameters of each pass, without those whose files exist."""
     names, shapes = operator.space.names, operator.space.shapes
     missing = [name for name in names if name not in there]
     if num == 1 or not missing:
@@ -127,7 +127,7 @@ def load(
     Args:
         source: The file that its method ``save`` wrote, or what ``state_dict`` returned; or the
             directory of ``write_factors``, for the approximation without damping.
-        device: Where it goes.
+        device: The device of the operator.
 
     Raises:
         ValueError: If there is no structured operator, it is damaged or incomplete, or of another

@@ -131,7 +131,7 @@ def fits(block: Block) -> bool:
 def sums_of_pass(
     sums: FactorSums, kinds: Sequence[str], known: FactorSums | None = None
 ) -> dict[tuple[ParameterView, ...], FitSum]:
-    """Return what a pass adds up for the blocks of this process, by their views.
+    """Return the sums of a pass for the blocks of this process, by their views.
 
     Args:
         sums: The means so far.

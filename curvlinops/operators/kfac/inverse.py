@@ -87,7 +87,7 @@ class Damping:
 
 
 def _non_negative(value: Any) -> float | None:
-    """Return a finite number that is not negative, ``None`` if it is none."""
+    """Return a finite number that is not negative, else ``None``."""
     try:
         number = check_number("damping", value, at_least=0.0)
     except ValueError:
@@ -168,7 +168,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
     eigenvalues are at most ``1 / (a b)``. With ``use_exact_damping`` it becomes
     ``(B (x) A + a I)^-1``, with eigenvalues of at most ``1 / a``.
 
-    - Of a sum of Kronecker products (an embedding tied to the head), the factors of each product
+    - In a sum of Kronecker products (an embedding tied to the head), the factors of each product
       are damped, and the sum is inverted.
     - Blocks without factors, and all blocks of EKFAC, have exact damping (b, if a pair is given).
 

@@ -75,41 +75,42 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     """A block-diagonal approximation by Kronecker products of small matrices, the factors.
 
     Factors are computed at the first use and then kept: they do not follow changes of the model or
-    of the data. ``compute_kronecker_factors`` computes them anew. ``linearized()`` and ``cache``
+    of the data. ``compute_kronecker_factors`` computes them again. ``linearized()`` and ``cache``
     have no effect. With a ``process_group``, all processes compute the factors together.
 
     Averages over inputs leave padding out if the model has a method ``attention_masks(X)``. It
     returns a list of masks ``[N, T]``, zero at padding. A layer's positions do not count where a
-    mask of their shape is zero and the backpropagated vectors are zero. Masks that are zero where a
-    vector is not are those of other sequences.
+    mask of their shape is zero and the backpropagated vectors are zero. A mask that is zero where a
+    vector is not zero belongs to other sequences.
 
     Args:
         fisher_type: The backpropagated vectors, see ``FisherType``.
         mc_samples: Number of would-be gradients for each term (``"mc"``), or of draws of random
             signs (``"type-2"``, if samples have several terms).
-        kfac_approx: The treatment of positions that share a weight, see ``KFACType``: one for all,
-            or a mapping from names of modules or parameters; the others are expanded.
+        kfac_approx: The treatment of positions that share a weight, see ``KFACType``: one for all
+            layers, or a mapping from names of modules or parameters; the other layers use the
+            expand setting.
         num_per_example_loss_terms: The number of terms of a sample, which is checked. Default: no
             check.
         separate_weight_and_bias: Whether biases have their own blocks, or share the weight's.
         seed: Seeds the samples, together with the index of the batch.
         fallback: The block of parameters whose use in the model has no Kronecker structure:
-            ``"error"``, the ``"diagonal"`` of their exact block, or all of it (``"dense"``).
+            ``"error"``, the ``"diagonal"`` of their exact block, or the whole block (``"dense"``).
         fit: How the factors of layers are fitted, see ``FitType``. All but ``"kfac"`` take further
-            passes over the data, and cannot be merged. Blocks that are sums of several products,
-            as of a table that is embedding and head, keep the factors of KFAC.
-        steps: How often both factors are computed anew, B first (``"frobenius"`` and ``"kl"``).
+            passes over the data, and cannot be merged. Blocks that are sums of several products, as
+            for an embedding tied to the head, keep the factors of KFAC.
+        steps: How often both factors are computed in turn, B first (``"frobenius"`` and ``"kl"``).
             Each step takes two passes.
         exact: Whether ``"type-2"`` backpropagates each term on its own, which is exact also if the
             terms of a sample interact in the model. It takes a backward pass for each position.
         max_factor_size: The largest size of a factor. Only the diagonal of larger ones is computed.
         factor_placement: With a ``process_group``: ``"replicate"``, so that each process has all
-            factors; or ``"partition"``, so that it has those of some blocks. Then all processes
-            together call products, inverses and other quantities.
+            factors; or ``"partition"``, so that it has the factors of some blocks. Then all
+            processes together call products, inverses and other quantities.
 
     Raises:
-        ValueError: If an option is unknown, or does not go together with the others; when factors
-            are computed, if a weight and a bias in one block have different settings.
+        ValueError: If an option is unknown, or does not fit the others; when factors are computed,
+            if a weight and a bias in one block have different settings.
         NotImplementedError: If the loss does not support the type of Fisher matrix; when factors
             are computed, if a parameter has no structure, and no fallback was chosen.
     """
@@ -175,7 +176,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @in_default_modes
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors from all data, anew if they are there already."""
+        """Compute the factors from all data, again if they exist already."""
         sums = self._compute(self._no_sums(self.space.names))
         self._set_sums(sums)
 
@@ -240,7 +241,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if self._options.fit is not FitType.KFAC:
             raise ValueError(
                 f"Operators with fit='{self.fit}' cannot be merged, since each factor was fitted "
-                "beside another one. Build one operator on all data."
+                "together with the other. Build one operator on all data."
             )
         storage.check_mergeable(self, other)
         sums, more = self._factor_sums(), other._factor_sums()
@@ -253,7 +254,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self._sums
 
     def _set_sums(self, sums: FactorSums | None, is_mapped: bool = False) -> None:
-        """Replace the sums, and drop the matrices that were made of the previous ones.
+        """Replace the sums, and drop the matrices that were computed from the previous sums.
 
         Args:
             sums: The sums.
@@ -308,10 +309,10 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return what a further pass over batches sums up for blocks, times the normalization.
 
         Args:
-            task: What the pass is for.
-            sums: The means of which the blocks are made.
+            task: The purpose of the pass.
+            sums: The means from which the blocks are computed.
             first: The number of batches before.
-            wanted: What is summed for each block.
+            wanted: The sum for each block.
             batches: The batches; ``None`` for all data.
         """
         part = replace(sums, tensors={}, num_batches=first)
@@ -356,7 +357,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @in_default_modes
     def visit_layers(self, visit: Callable[[CapturedLayer], None]) -> float:
-        """Show a function what the factors are made of: each layer's inputs and output gradients.
+        """Show a function the inputs and output gradients of each layer, which make up the factors.
 
         With c the number that is returned, ``c * sum vec(G) vec(G)^T`` over all vectors, samples
         and batches is the block of the weight that its factors approximate, with G the
@@ -385,11 +386,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def distance(self, num_vectors: int = 10, seed: int = 0) -> dict[str, Estimate]:
         """Return how far the blocks are from the exact ones: ``|K - F| / |F|``, Frobenius norms.
 
-        F is the block of what the operator approximates, with the model and the data as they are
-        now: the GGN, that of its samples (``"mc"``), or the empirical Fisher matrix, whose terms
-        are those of a sample together. Products with random signs estimate both norms, in one pass
-        over the data. With ten vectors it takes one to two times as long as the factors for layers
-        with many positions, and up to eight times for others.
+        F is the block of the matrix that the operator approximates, with the model and the data as
+        they are now: the GGN, the Fisher matrix of the same sampled labels (``"mc"``), or the
+        empirical Fisher matrix, which adds up the terms of a sample first. Products with random
+        signs estimate both norms, in one pass over the data. With ten vectors it takes one to two
+        times as long as the factors for layers with many positions, and up to eight times for
+        others.
 
         Args:
             num_vectors: The number of random vectors. A block of at most so many entries is
@@ -493,7 +495,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return the factors as tensors by name, and metadata as a string.
 
         They belong to the options, the model, the loss and the data of the operator. After
-        ``update`` or ``merge``, they are those of other data and perhaps of an earlier model, and
+        ``update`` or ``merge``, they come from other data and perhaps from an earlier model, and
         belong to options, loss and shapes only.
 
         Their weights are among them, so that more data can be added after loading. Do not write to
@@ -552,13 +554,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def load(self, path: str | Path) -> None:
         """Replace the factors by those in a file, which are moved to the operator's device.
 
-        The path may be that of a directory of ``write_factors``, too. On the CPU files are mapped
-        to memory: they must not be written to afterwards. ``save`` replaces files, and does not
-        write to them.
+        The path may also be a directory of ``write_factors``. On the CPU files are mapped to
+        memory: they must not be written to afterwards. ``save`` replaces files, and does not write
+        to them.
 
         Raises:
-            ValueError: If these are of another model or loss, other data or options, or there are
-                none.
+            ValueError: If there are no factors, or they belong to another model or loss, other data
+                or options.
         """
         path = Path(path)
         if path.is_dir():
@@ -635,9 +637,9 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     see ``curvlinops.layers.factors`` for the reduce setting. Biases have A = 1. A weight that is
     used several times has one pair of moments over all its uses. Embeddings have a diagonal A.
     Convolutions with several groups have a pair of factors for each group. Normalization layers and
-    other parameters that are added, or multiplied elementwise, have their exact block; those with
-    several axes and more than 4096 entries, such as position embeddings, one for each vector along
-    the last axis.
+    other parameters that are added, or multiplied elementwise, have their exact block. Those with
+    several axes and more than 4096 entries, such as position embeddings, have one block for each
+    vector along the last axis.
 
     Martens and Grosse, Optimizing neural networks with Kronecker-factored approximate curvature,
     ICML 2015; Grosse and Martens, A Kronecker-factored approximate Fisher matrix for convolution

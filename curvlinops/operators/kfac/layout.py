@@ -36,7 +36,7 @@ from curvlinops.structured.layout import ParameterView
 
 
 def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> list[Block]:
-    """Return blocks with their matrices, which share memory with the means they are made of.
+    """Return blocks with their matrices, which share memory with the means.
 
     Args:
         sums: The means.
@@ -47,7 +47,7 @@ def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> li
     for use in sums.uses.known:
         uses.setdefault(use.view, []).append(use)
     by_use = sums.keys_of_inputs()
-    gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share those of their weights
+    gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share the factors of their weights
     inputs: dict[tuple, Factor] = {}  # so do layers with the same inputs
     for block in sums.blocks if needed is None else needed:
         if not sums.is_here(block.names[0]):

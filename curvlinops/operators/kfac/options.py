@@ -33,8 +33,8 @@ class KFACType(StrEnum):
 class FitType(StrEnum):
     """How the factors of ``B (x) A`` are fitted to the block ``F = c * sum vec(G) vec(G)^T``.
 
-    G are the gradients of a layer's weight, ``[out, in]``: of single positions in the expand
-    setting, of samples in the reduce setting.
+    Here G is a gradient of a layer's weight, ``[out, in]``: of a single position in the expand
+    setting, of a sample in the reduce setting.
     """
 
     #: Second moments of inputs and of output gradients, as if these were independent.

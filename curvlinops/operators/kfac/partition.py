@@ -63,8 +63,8 @@ def among(sizes: Sequence[int], num: int) -> list[int]:
     """Assign tasks to processes, the largest ones first to the process that has least.
 
     Args:
-        sizes: The numbers of entries of each task's factors, of which it takes about the power 1.5
-            in time to decompose them. Memory and time count equally.
+        sizes: The numbers of entries of each task's factors. The time to decompose them is about
+            the power 1.5 of that. Memory and time count equally.
         num: The number of processes.
     """
     costs = [

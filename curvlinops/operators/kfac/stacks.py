@@ -47,7 +47,7 @@ def single(stacks: Iterable[Block]) -> list[Block]:
 
 
 def _connections(block: Block) -> list[Any]:
-    """Return what a block has in common with others: factors, and a bias its weight."""
+    """Return what blocks may share: factors, and the weight to which a bias belongs."""
     weight = [] if block.weight is None else [block.weight]
     return [block.views[0], *weight, *_factors(block)]
 
@@ -74,7 +74,7 @@ def _largest(block: Block) -> int:
 
 
 def _structure(unit: Sequence[Block]) -> Any:
-    """Return what is equal for blocks that can be stacked; the blocks if they cannot."""
+    """Return a key that is equal for blocks that can be stacked; the blocks if they cannot."""
     places: dict[Any, int] = {}
     parts = []
     for block in unit:

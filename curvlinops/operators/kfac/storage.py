@@ -65,7 +65,7 @@ def pack(sums: FactorSums, identity: Identity) -> dict[str, Any]:
     return to_state(Saved(json.dumps(identity), sums.space.names, *uses, *fields), FORMAT)
 
 
-#: Refuses what does not belong to an operator, given where it is and its identity.
+#: Refuses an object that does not belong to an operator, given its place and its identity.
 Check = Callable[[str, Identity], None]
 
 
@@ -75,14 +75,14 @@ def unpack(
     device: torch.device | None,
     check_numbers: bool = False,
 ) -> list[Saved]:
-    """Return what several states have, which shares their memory; each parameter is in one of them.
+    """Return the union of several states, which shares their memory. Each parameter is in one.
 
     Args:
         states: Results of ``pack`` by operators with one identity.
         check: Refuses other identities.
         device: Where tensors go.
         check_numbers: Whether NaN and infinite values are refused, for which all are read. The
-            checksum of a file is that of the numbers that were written.
+            checksum of a file is computed from the numbers that were written.
 
     Raises:
         ValueError: If a state is damaged or foreign.
@@ -103,7 +103,7 @@ def unpack(
         if not covered.isdisjoint(part.names):
             raise ValueError(
                 f"Several files have factors of {', '.join(part.names)}, together with those of "
-                "other parameters. Delete the directory, and compute them anew."
+                "other parameters. Delete the directory, and compute them again."
             )
         needed.append(part)
         covered.update(part.names)

@@ -1,4 +1,4 @@
-"""Sums over data of which the blocks of an approximation are made."""
+"""Sums over data from which the blocks of an approximation are computed."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,7 +108,7 @@ class FactorSums:
         if key is not None:
             names = ", ".join(map(repr, sorted(_names(key))))
             raise ValueError(
-                f"What the block of {names} is made of has NaN or infinite values, though the "
+                f"Inputs or gradients in the block of {names} are NaN or infinite, though the "
                 f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
             )
 
@@ -119,7 +119,7 @@ class FactorSums:
         return units(self.uses, self.space.names, map(_names, self.tensors))
 
     def part(self, names: Collection[str]) -> "FactorSums":
-        """Return what concerns some parameters, which must have no sum in common with others."""
+        """Return the sums of some parameters, which must have no sum in common with others."""
         known = frozenset(use for use in self.uses.known if use.name in names)
         unknown = {name: x for name, x in self.uses.unknown.items() if name in names}
         return replace(
@@ -140,7 +140,7 @@ class FactorSums:
     def beside(
         cls, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
     ) -> "FactorSums":
-        """Return what is in several parts, which concern different parameters.
+        """Return the sums of several parts, which concern different parameters.
 
         Args:
             parts: The parts, of the same data.
