@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
@@ -29,6 +29,7 @@ from curvlinops.support.arguments import (
     changed,
     check_count,
     check_number,
+    nearest,
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
@@ -154,6 +155,12 @@ REMEDIES = {
 }
 
 
+@lru_cache
+def _keywords_of(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a class's constructor."""
+    return inspect.signature(cls).parameters
+
+
 #: The product with a dictionary of tensors.
 Named = TypeVar("Named", covariant=True)
 #: An operator that keeps its structure.
@@ -227,11 +234,13 @@ class TorchLinearOperator(LinearOperator):
 
     @uncompiled
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse keywords that people look for by what to do instead."""
-        for name in FORMER_KEYWORDS.keys() & kwargs.keys():
-            known = inspect.signature(cls).parameters.values()
-            if not any(p.name == name or p.kind is p.VAR_KEYWORD for p in known):
-                raise TypeError(f"There is no option '{name}': {FORMER_KEYWORDS[name]}.")
+        """Refuse unknown keywords by what to do instead."""
+        for name in kwargs.keys() - _keywords_of(cls).keys():
+            known = _keywords_of(cls)
+            if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+                former = FORMER_KEYWORDS.get(name)
+                remedy = f": {former}." if former else f". {nearest(name, known)}"
+                raise TypeError(f"{cls.__name__} has no option '{name}'{remedy}")
         return super().__new__(cls)
 
     def __init__(

@@ -96,7 +96,7 @@ class ShardedSpace(ParameterSpace):
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
     def check_whole(self, what: str, remedy: str = _NEED_NONE) -> None:
-        """Refuse what no process has.
+        """Refuse a quantity that needs whole vectors.
 
         Raises:
             TypeError: Always.
@@ -130,7 +130,7 @@ class ShardedSpace(ParameterSpace):
 
         Args:
             name: The name of the parameter.
-            part: What this process has of them.
+            part: This process's parts of them.
         """
         if name not in self.layouts:
             return part
@@ -141,7 +141,7 @@ class ShardedSpace(ParameterSpace):
         return GatheredColumns(columns, self.gather)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return what this process has of tensors ``[K, *shape]`` for a parameter."""
+        """Return this process's parts of tensors ``[K, *shape]`` for a parameter."""
         return whole[:, self.layouts[name].part] if name in self.layouts else whole
 
     def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:

@@ -252,10 +252,10 @@ class ParameterSpace:
         return X
 
     def check_whole(self, what: str, remedy: str = "") -> None:
-        """Refuse an operation that needs whole vectors, if processes have parts of them.
+        """Refuse a quantity that needs whole vectors, if processes have parts of them.
 
         Args:
-            what: What it is.
+            what: The quantity, as the message names it.
             remedy: What to do instead.
         """
 

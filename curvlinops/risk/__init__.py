@@ -1,1 +1,1 @@
-"""Model, loss and data, and what is known of them."""
+"""Model, loss and data, and facts about them."""

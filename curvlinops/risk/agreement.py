@@ -1,4 +1,4 @@
-"""What all processes of a risk must agree on."""
+"""Facts about which all processes of a risk must agree."""
 
 from typing import Any
 

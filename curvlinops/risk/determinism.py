@@ -64,7 +64,7 @@ def check_repeatable(risk: EmpiricalRisk, may_couple: bool) -> Tensor:
 
 
 class _Observed(NamedTuple):
-    """The digest of a batch, what was computed of it, and why it is refused.
+    """The digest of a batch, the results of it, and why it is refused.
 
     Of the output, only its shape is kept, in a tensor without memory.
     """
@@ -130,7 +130,7 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
     if _agree(tolerance, output, plain.detach()):
         return None
     kind = "output"
-    if problem.loss is not None:  # it may ignore what differs
+    if problem.loss is not None:  # the loss may ignore the difference
         kind, plain = "loss", problem.loss.sum(plain, problem.batch.y)
         if _agree(tolerance, result, plain.detach()):
             return None
@@ -144,10 +144,10 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
 
 
 def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
-    """Return the output, what must repeat, and a hash of the graph's operations.
+    """Return the output, the tensors that must repeat, and a hash of the graph's operations.
 
-    What must repeat is the output, or the loss and perhaps its gradient. The gradient of a loss
-    that repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
+    The output must repeat, or the loss and perhaps its gradient. The gradient of a loss that
+    repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
     backward pass runs the user's code.
     """
     states, found = GeneratorStates(), dict[str, Tensor]()

@@ -39,7 +39,7 @@ class EmpiricalRisk:
         per_sample: Whether the loss has to add up over samples, even if one batch is all data.
 
     Attributes:
-        facts: What is known of model and loss.
+        facts: Facts about model and loss.
         peers: The processes that evaluate the model together, see ``Team``.
         adding: The processes whose products are added up.
         term_size: In a pass, the length of the outputs' last axis, if batches must agree on it.
@@ -62,10 +62,10 @@ class EmpiricalRisk:
         self.peers, self.adding = ranks.peers, ranks.adding
         self.facts, self.term_size = ModelFacts(), None
 
-    # --- what is known of the model
+    # --- facts about the model
 
     def invalidate(self) -> None:
-        """Forget what is known of model and loss, but for the rows of samples.
+        """Forget the facts about model and loss, except for the rows of samples.
 
         These cannot be counted inside of a product.
         """
@@ -83,7 +83,7 @@ class EmpiricalRisk:
         self.set_loss_needs_graph(self.facts.loss_needs_graph)
 
     def set_loss_needs_graph(self, needs_graph: bool) -> None:
-        """Note whether the loss needs the graph of the output, and tell it."""
+        """Note whether the loss needs the graph of the output, and tell the loss."""
         self.facts.loss_needs_graph = needs_graph
         if self.loss is not None:
             self.loss.needs_graph = needs_graph

@@ -1,4 +1,4 @@
-"""What products of one operator share inside of ``linearized()``."""
+"""The work that products of one operator share inside of ``linearized()``."""
 
 import contextlib
 import inspect
@@ -25,10 +25,10 @@ from curvlinops.support.torch_internals import strided_tensors, version_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
-#: Stands for what is not kept, as it is too large or random.
+#: In place of a batch's work that is not kept, as it is too large or random.
 _REJECTED = object()
 
-#: Builds what products with a batch share. The second argument says whether it is kept.
+#: Builds the work that products with a batch share. The second argument says whether it is kept.
 Build = Callable[[BatchProblem, bool], Linear]
 
 
@@ -77,7 +77,7 @@ class Linearization:
 
     Args:
         name: Names the operator in messages.
-        budget: The largest total size of what is kept, in bytes.
+        budget: The largest total size of kept tensors, in bytes.
         tensors: The parameters and buffers by name, which must not be written to.
         is_compared: Whether their numbers are compared at the end, too.
 
@@ -100,7 +100,7 @@ class Linearization:
         ]
         self._checksums: dict[str, list] = {}  # before the first pass
         self._states: GeneratorStates | None = None  # before the first pass
-        #: What was built of each batch, or ``_REJECTED``, by task and by index.
+        #: The work of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
         self._generator: FrameType | None = None
@@ -125,7 +125,7 @@ class Linearization:
             kept.clear()
 
     def check(self) -> None:
-        """Refuse parameters and buffers that were written to, as far as PyTorch tells.
+        """Refuse parameters and buffers that were written to, as far as PyTorch reports writes.
 
         Raises:
             RuntimeError: If there are any; the message names the first.
@@ -135,7 +135,7 @@ class Linearization:
             raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
 
     def _written(self) -> Iterator[str]:
-        """Yield the names of tensors of which PyTorch tells that they were written to."""
+        """Yield the names of tensors that were written to, as far as PyTorch reports writes."""
         for name, tensor, version, part, address, _ in self._before:
             if version_of(tensor) != version or part.data_ptr() != address:
                 yield name
@@ -172,12 +172,12 @@ class Linearization:
         return None if any(x is _REJECTED for x in built) else built
 
     def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Linear]:
-        """Yield what is kept of each batch, or build it, and keep it if there is room.
+        """Yield the kept work of each batch, or build it, and keep it if there is room.
 
         Nothing is kept of a model that draws random numbers: it draws the same ones in each pass.
 
         Args:
-            task: Identifies what is built.
+            task: Identifies the work.
             problems: The batches.
             build: Builds it.
         """

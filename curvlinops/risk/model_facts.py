@@ -1,4 +1,4 @@
-"""What is known of a model and its loss: one record."""
+"""Facts about a model and its loss: one record."""
 
 import weakref
 from collections.abc import Callable, Hashable

@@ -84,7 +84,7 @@ class SeenAlone:
         self._asked: tuple[int, set[str]] | None = None
 
     def knows(self, model: Model, graph: int) -> bool:
-        """Return whether samples were seen alone; of sharded models, nothing is remembered."""
+        """Return whether samples were evaluated alone; of sharded models, nothing is remembered."""
         if model.shards:
             return False
         zero = _zero_tensors(model.tensors())
