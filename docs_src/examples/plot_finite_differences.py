@@ -262,9 +262,9 @@ plt.show()
 #   looks like negative curvature. The largest step ruins the largest eigenvalue, too.
 # - More data does not help. Rounding of the weights is the same for all batches: with 16 times as
 #   many sequences, these errors in bfloat16 stay as they are.
-# - An exact product has no step, and in bfloat16 errors of a few percent for every vector. Inside of
-#   ``linearized()`` it takes the time of central differences, outside twice as much. It needs more
-#   memory than a gradient, and a model that is twice differentiable.
+# - An exact product has no step, and in bfloat16 errors of a few percent for every vector. Inside
+#   of ``linearized()`` it takes the time of central differences, outside twice as much. It needs
+#   more memory than a gradient, and a model that is twice differentiable.
 #
 # These are the numbers of one small model. The best step, and whether there is one, depend on the
 # model; to find it, one needs exact products.
