@@ -27,6 +27,7 @@ READING_ORDER = (
     "laplace",
     "influence",
     "intervals",
+    "finite_differences",
     "tangent_kernel",
     "lora_gpt2",
     "influence_lora",

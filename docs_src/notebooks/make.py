@@ -25,6 +25,7 @@ NAMES = [
     "kfac_optimizer",
     "laplace",
     "intervals",
+    "finite_differences",
     "influence",
     "influence_lora",
     "influence_sequences",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -74,3 +75,20 @@ def test_process_that_ends(tmp_path: Path):
     """The others have an error."""
     logs = run(f"sharded_checks.ended_process(RANK, {str(tmp_path)!r})", 2, tmp_path)
     assert (tmp_path / "error").exists(), logs[0]
+
+
+@pytest.mark.slow
+def test_script():
+    """The script of the documentation finds the same with one process and with two."""
+    pytest.importorskip("transformers")
+    script, printed = ROOT / "docs_src/recipes/sharded_spectrum.py", []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    for size in (1, 2):
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}"]
+        ran = subprocess.run(
+            [*command, str(script)], env=environment, text=True, capture_output=True, timeout=LIMIT
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        printed.append([float(x) for x in re.findall(r"(?:\[|GGN: )(\d+\.\d+)", ran.stdout)])
+    assert len(printed[0]) == 3
+    assert printed[1] == pytest.approx(printed[0], rel=1e-3)
