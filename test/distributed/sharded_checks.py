@@ -43,7 +43,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import curvlinops
@@ -51,6 +51,8 @@ from curvlinops import ParameterSpace
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.autograd_graph import output_shape
+from curvlinops.team import shards
+from curvlinops.team.collectives import gather_parts
 from curvlinops.team.shards import Kind, Request, Shards
 
 CHECKS, check = registry()
@@ -748,6 +750,191 @@ def callbacks() -> None:
     check_callbacks(blocks, spread(own, torch.ones(K.shape[1]).double()))
 
 
+# --- mixed precision ------------------------------------------------------------------------------
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+    if dtype is None:
+        return tree
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def as_trained(model: nn.Module, policies: dict[str, MixedPrecisionPolicy]) -> nn.Module:
+    """A whole model that casts as FSDP does.
+
+    Args:
+        model: The model, which is changed.
+        policies: What is cast, by the names of modules, outer ones first.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for module_name, policy in policies.items():
+        module = model.get_submodule(module_name)
+        names = [f"{module_name}.{name}".strip(".") for name, _ in module.named_parameters()]
+        dtypes |= dict.fromkeys(names, policy.param_dtype)
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        module.register_forward_pre_hook(
+            lambda _, *given, dtype=inputs: cast(dtype, given), with_kwargs=True
+        )
+        module.register_forward_hook(lambda *args, dtype=policy.output_dtype: cast(dtype, args[-1]))
+    for name, dtype in dtypes.items():
+        module_name, _, name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        nn.utils.parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)
+    return model
+
+
+class Scale(nn.Module):
+    """Inputs and outputs are in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(7))
+
+    def forward(self, xs: list[Tensor], options: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert xs[0].dtype == options["x"].dtype
+        return {"x": xs[0].tanh() * self.weight + options["x"]}
+
+
+class Mixed(nn.Module):
+    """Layers in high and low precision, one of them in a checkpoint, and one of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 6)
+        self.third, self.scale, self.head = nn.Linear(6, 7), Scale(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.second, self.norm(self.first(x).tanh()), use_reentrant=False)
+        x = self.third(x.tanh())
+        return self.head(self.scale([x], options={"x": x})["x"])
+
+
+def mixed(
+    wide: torch.dtype, narrow: torch.dtype, output: torch.dtype | None, casts: bool
+) -> tuple[Problem, Problem]:
+    """A whole problem that casts as FSDP does, and a sharded one."""
+    p = small(Mixed)
+    p.model.to(wide)
+    low = MixedPrecisionPolicy(param_dtype=narrow)
+    policies = {
+        "": replace(low, output_dtype=output),
+        "first": low,
+        "norm": MixedPrecisionPolicy(param_dtype=wide, output_dtype=narrow),
+        "second": low,
+        "scale": MixedPrecisionPolicy(param_dtype=wide, cast_forward_inputs=casts),
+        "head": low,
+    }
+    whole, model = as_trained(copy.deepcopy(p.model), policies), copy.deepcopy(p.model)
+    for name, policy in reversed(policies.items()):
+        fully_shard(model.get_submodule(name), mp_policy=policy)
+    p = replace(p, model=whole, params=every(whole), data=[(X.to(wide), y) for X, y in p.data])
+    return p, replace(p, model=model, params=every(model), data=part(p.data))
+
+
+@check(1, 2, 3)
+def policies_of_mixed_precision() -> None:
+    """What is computed is in the narrow dtype; vectors and sums are in that of the shards."""
+    for wide, narrow, output, casts in (
+        (F64, F32, None, True),
+        (F64, F32, F64, False),
+        (F32, BF16, None, False),
+        (F32, BF16, F32, True),
+    ):
+        p, own = mixed(wide, narrow, output, casts)
+        # products of whole models take other ways than those of sharded ones
+        rounding, few = 4 * torch.finfo(narrow).eps, 50 * torch.finfo(wide).eps
+        before = state(own.model)
+        for case in ("hessian", "ggn", "fisher", "kfac"):
+            options = {"fisher_type": "empirical"} if case == "kfac" else {}
+            together = ALL[case].build(own, process_group=group(), **options)
+            alone = ALL[case].build(p, **options)
+            V = vector(alone, 3)
+            for v in (V, V[:, 0]):
+                expected = alone @ v
+                found = joined(own, together @ spread(own, v))
+                assert found.dtype == wide
+                assert error(found, expected) <= (few if options else rounding), case
+                with together.linearized():
+                    for _ in range(2):
+                        found = joined(own, together @ spread(own, v))
+                        assert error(found, expected) <= rounding, case
+            (gradient, loss), (its, its_loss) = (A.gradient_and_loss() for A in (together, alone))
+            assert error(joined(own, gradient), ParameterSpace.of(p.params).join(its)) <= few
+            torch.testing.assert_close(loss, its_loss)
+        mine, rows = ALL["gradients"].build(own), ALL["gradients"].build(replace(p, data=own.data))
+        for name in ("dense", "norms", "gram"):
+            assert error(getattr(mine, name)(), getattr(rows, name)()) <= few
+        assert error(mine.scores(spread(own, V)), rows.scores(V)) <= few
+        assert not mine.fallbacks and state(own.model) == before
+        X, y = p.data[0]
+        found, expected = own.model(X), p.model(X)
+        assert torch.equal(found, expected)  # of the model that is trained
+        p.loss(found, y).backward()
+
+
+@check()
+def what_is_gathered_in_low_precision() -> None:
+    layers = [nn.Linear(40, 40, bias=False) for _ in range(8)]
+    p = small(lambda: nn.Sequential(nn.Linear(3, 40), *layers), (4, 2, 3))
+    gathered: list[int] = []
+
+    def gather(out: Tensor, *args: Any) -> Tensor:
+        gathered.append(out.nbytes)
+        return gather_parts(out, *args)
+
+    for case in ("hessian", "ggn"):
+        totals = []
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)):
+            own = sharded(p, mp_policy=policy)
+            A = ALL[case].build(own, process_group=group())
+            v = spread(own, torch.ones(A.shape[1]).double())
+            for num_bytes in {8, (policy.param_dtype or F64).itemsize}:
+                with FullTensors(40 * 40 * num_bytes) as full:
+                    A @ v
+                assert 0 < full.most <= 4 and full.alive == 0, (case, policy)
+            gathered.clear()
+            with mock.patch.object(shards, "gather_parts", gather):
+                A.gradient_and_loss()
+            totals.append(sum(gathered))
+        assert totals[0] == 4 * totals[1] > 0
+
+
+@check()
+def shards_of_two_models() -> None:
+    """A second model evaluates the same shards without casts."""
+    _, own = mixed(F32, BF16, F32, True)
+    with torch.device("meta"):
+        model = Mixed()
+    for name in ("first", "norm", "second", "scale", "head", ""):
+        fully_shard(model.get_submodule(name))
+    model.load_state_dict(own.model.state_dict(), assign=True)
+    other = replace(own, model=model, params=every(model))
+    for x, y in zip(own.params.values(), other.params.values(), strict=True):
+        if len(x) % 2 == 0:  # FSDP pads others
+            assert x.to_local().data_ptr() == y.to_local().data_ptr()
+    p = small(Mixed)
+    p.model.float()
+    p = replace(p, params=every(p.model), data=[(X.float(), y) for X, y in p.data])
+    for case in ("hessian", "ggn"):
+        together, alone = ALL[case].build(other, process_group=group()), ALL[case].build(p)
+        v = vector(alone)
+        found = joined(other, together @ spread(other, v))
+        assert error(found, alone @ v) <= 1e-5
+        low = ALL[case].build(own, process_group=group())
+        assert 1e-4 <= error(joined(own, low @ spread(own, v)), found) <= 0.1
+
+
 # --- processes out of step ------------------------------------------------------------------------
 
 
@@ -1199,10 +1386,8 @@ def models_that_are_refused() -> None:
                 return nn.functional.cross_entropy(self.layer(output), y)
 
         ALL["hessian"].build(replace(own, loss=Loss(), reduction="mean"), process_group=group())
-    with fails(TypeError, "The model is sharded with a MixedPrecisionPolicy"):
-        half = sharded(
-            p, whole=p.params, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        )
+    with fails(TypeError, "The model is sharded with MixedPrecisionPolicy.*float16.*bfloat16"):
+        half = sharded(p, whole=p.params, mp_policy=MixedPrecisionPolicy(torch.float16))
         ALL["hessian"].build(half, process_group=group())
     even = small(lambda: nn.Sequential(LoRA(nn.Linear(3, 4), 3, 4), LoRA(nn.Linear(4, 3), 4, 3)))
     even = replace(even, params=adapters(even.model))
