@@ -38,6 +38,9 @@ from processes import (
     vector,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -535,27 +538,63 @@ def compile_all(model: nn.Module) -> None:
     model.compile(backend="eager")
 
 
+def checkpoint_blocks(model: nn.Module) -> None:
+    kind = type(blocks(model)[0])
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+
+
+def checkpoint_and_compile_blocks(model: nn.Module) -> None:
+    checkpoint_blocks(model)
+    wrap_blocks(model)
+
+
+class OfTokens(nn.Module):
+    """A wrapper as users write it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = torch.compile(model, backend="eager")
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        return self.model(**X, use_cache=False).logits[:, :-1].movedim(-1, 1)
+
+
 @check()
-def compiled_blocks() -> None:
+def wrapped_blocks() -> None:
+    """Compiled and checkpointed blocks, before and after they are sharded."""
     if transformers is None:
         return
     model = language_model("GPT2")
     texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
-    alone = ALL["ggn"].build(Problem(*problem(model, texts), mc=True))
-    expected = alone @ vector(alone)
-    for compiles, is_first in itertools.product(
-        (compile_blocks, wrap_blocks, compile_all), (True, False)
+    p, ours = (Problem(*problem(model, x), mc=True) for x in (texts, part(texts)))
+    rows = ALL["gradients"].build(ours)
+    V = vector(rows)
+    cases = {"hessian": {}, "ggn": {}, "kfac": {"fisher_type": "empirical"}}
+    expected = {case: ALL[case].build(p, **options) @ V for case, options in cases.items()}
+    scores = rows.scores(V)
+    ways = (compile_blocks, wrap_blocks, compile_all, checkpoint_blocks)
+    for number, (wrap, is_first) in enumerate(
+        itertools.product((*ways, checkpoint_and_compile_blocks), (True, False))
     ):
         copied = copy.deepcopy(model)
         if is_first:
-            compiles(copied)
+            wrap(copied)
         for layer in (*blocks(copied), copied):
             fully_shard(layer)
         if not is_first:
-            compiles(copied)
+            wrap(copied)
         own = Problem(*problem(copied, part(texts)), mc=True)
-        together = ALL["ggn"].build(own, process_group=group())
-        assert error(joined(own, together @ spread(own, vector(alone))), expected) <= 1e-10
+        if number % 2:
+            net = OfTokens(copied)
+            data = [(x, x["input_ids"][:, 1:]) for x in part(texts)]
+            own = Problem(net, nn.CrossEntropyLoss(), every(net), data, mc=True)
+        mine = spread(own, V)
+        # each way with one more operator: all of them would take minutes
+        for case in dict.fromkeys(("ggn", list(cases)[number % 3])):
+            A = ALL[case].build(own, process_group=group(), **cases[case])
+            assert error(joined(own, A @ mine), expected[case]) <= 1e-10, (wrap, case)
+        if number % 3 == 1:
+            assert error(ALL["gradients"].build(own).scores(mine), scores) <= 1e-10, wrap
 
 
 @check()
