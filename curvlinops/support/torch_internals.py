@@ -187,7 +187,8 @@ def fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
         # PyTorch 2.13 has several groups
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for info in (x._module_info for group in groups if group for x in group.fsdp_params):
-            parameter = info.module._parameters[info.param_name]
+            # the table may gather what is read
+            parameter = dict.__getitem__(info.module._parameters, info.param_name)
             if dtype is not None and parameter.is_floating_point():
                 dtypes[id(parameter)] = dtype
     return dtypes

@@ -59,6 +59,7 @@ from curvlinops.team.collectives import gather_parts
 from curvlinops.team.shards import Kind, Request, Shards
 
 CHECKS, check = registry()
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 #: Whether there are language models to check.
 try:
@@ -672,6 +673,10 @@ def replicas_of_shards() -> None:
     compare_rows(p, own)
     compare_rows(p, own, terms="term")
     compare_factors(p, own, fisher_type="empirical")
+    low = sharded(p, mesh=mesh, mp_policy=MixedPrecisionPolicy(F32))
+    G, alone = ALL["ggn"].build(low, process_group=group()), ALL["ggn"].build(p)
+    v = vector(alone)
+    assert 1e-10 <= error(joined(low, G @ spread(low, v)), alone @ v) <= 1e-5
     failing = sharded(small(lambda: Net(Failing())), mesh=mesh)
     rows = ALL["gradients"].build(failing)
     failing.model.act.fails = True
@@ -790,8 +795,6 @@ def callbacks() -> None:
 
 
 # --- mixed precision ------------------------------------------------------------------------------
-
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 
 def cast(dtype: torch.dtype | None, tree: Any) -> Any:
@@ -920,6 +923,33 @@ def policies_of_mixed_precision() -> None:
         found, expected = own.model(X), p.model(X)
         assert torch.equal(found, expected)  # of the model that is trained
         p.loss(found, y).backward()
+
+
+@check()
+def language_model_in_mixed_precision() -> None:
+    """As Accelerate prepares it: sharded in low precision, with autocast in forward."""
+    if transformers is None:
+        return
+    model = language_model("Llama").float()
+    texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+    low = MixedPrecisionPolicy(BF16, reduce_dtype=F32, output_dtype=BF16)
+    policies = {"": low, "model.layers.0": low, "model.layers.1": low}
+    whole, copied = as_trained(copy.deepcopy(model), policies), copy.deepcopy(model)
+    for name, policy in reversed(policies.items()):
+        fully_shard(copied.get_submodule(name), mp_policy=policy)
+    for net in (whole, copied):
+        net.forward = torch.autocast("cpu", dtype=BF16)(net.forward)
+    p, own = (
+        Problem(*problem(whole, texts), mc=True),
+        Problem(*problem(copied, part(texts)), mc=True),
+    )
+    for case in ("hessian", "ggn"):
+        together, alone = ALL[case].build(own, process_group=group()), ALL[case].build(p)
+        v = vector(alone)
+        assert error(joined(own, together @ spread(own, v)), alone @ v) <= 4e-2
+        (gradient, loss), (its, its_loss) = (A.gradient_and_loss() for A in (together, alone))
+        assert error(joined(own, gradient), ParameterSpace.of(p.params).join(its)) <= 1e-2
+        torch.testing.assert_close(loss, its_loss)
 
 
 @check()
@@ -1435,6 +1465,11 @@ def models_that_are_refused() -> None:
         columns = sharded(even, whole=even.params, **placed)
         ALL["hessian"].build(columns, process_group=group())
 
+    with fails(TypeError, r"'head.weight' has the placements \[Replicate\(\)\].*Give each process"):
+        copies = sharded(small(lambda: Net()), by_layer=False, whole=("head.weight",))
+        weight, mesh = copies.model.head.weight.detach(), init_device_mesh("cpu", (2,))
+        copies.model.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+        ALL["hessian"].build(replace(copies, params=every(copies.model)), process_group=group())
     with fails(TypeError, r"'lstm' \(LSTM\)"):
         ALL["hessian"].build(sharded(small(Recurrent)), process_group=group())
     with fails(ValueError, "'act' .*SyncBatchNorm in train mode"):
