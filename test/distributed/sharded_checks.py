@@ -686,8 +686,8 @@ def replicas_of_shards() -> None:
     v = spread(own, torch.ones(H.shape[1]).double())
     try:
         H @ {name: x * (1 + rank() // 2) for name, x in v.items()}  # others in each copy
-    except (ValueError, RuntimeError) as error:
-        assert "vectors are not those of the first rank" in str(error)
+    except (ValueError, RuntimeError) as raised:
+        assert "vectors are not those of the first rank" in str(raised)
     else:
         raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
