@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -159,9 +159,9 @@ def distributed_tensors() -> tuple[type, ...]:
     return () if library is None else (library.DTensor,)
 
 
-def without_fsdp_hooks(hooks: Mapping[int, Any]) -> dict[int, Any]:
-    """Return a module's hooks without those of ``torch.distributed.fsdp.fully_shard``."""
-    return {key: hook for key, hook in hooks.items() if not _is_from(_FSDP, hook)}
+def is_fsdp_hook(hook: Any) -> bool:
+    """Return whether a hook on a module is one of ``torch.distributed.fsdp.fully_shard``."""
+    return _is_from(_FSDP, hook)
 
 
 def is_tensor_parallel_hook(hook: Any) -> bool:
@@ -176,6 +176,22 @@ def _is_from(package: str, function: Any) -> bool:
 def fsdp_policies(module: nn.Module) -> list[Any]:
     """Return the ``MixedPrecisionPolicy`` with which a module was sharded, if it was."""
     return [x._get_fsdp_state()._mp_policy for x in _fsdp_modules([module])]
+
+
+def fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
+    """Return the dtypes to which ``fully_shard`` casts parameters when it gathers them, by id."""
+    dtypes = {}
+    for child in _fsdp_modules(module.modules()):
+        state = child._get_fsdp_state()
+        dtype = state._mp_policy.param_dtype
+        # PyTorch 2.13 has several groups
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for info in (x._module_info for group in groups if group for x in group.fsdp_params):
+            # the table may gather what is read
+            parameter = dict.__getitem__(info.module._parameters, info.param_name)
+            if dtype is not None and parameter.is_floating_point():
+                dtypes[id(parameter)] = dtype
+    return dtypes
 
 
 def reshard(module: nn.Module) -> None:

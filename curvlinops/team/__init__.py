@@ -11,6 +11,7 @@ there.
 | ``team.py`` | the three teams, and ``team_of`` |
 | ``shards.py`` | parameters, and rounds in which processes request what they need of others |
 | ``schedule.py`` | what a process requests on each batch, so that rounds can be omitted |
+| ``mixed_precision.py`` | the casts of models that are sharded in mixed precision |
 | ``scattering.py`` | derivatives with respect to gathered parameters |
 | ``layout.py`` | which part of a parameter, and of its vectors, a process has |
 | ``messages.py`` | objects, and errors that are raised in all |

@@ -70,17 +70,18 @@ class Scatter(torch.autograd.Function):
         """Add the gradient to a sum, perhaps."""
         if is_added:
             shards.add(name, gradient.unsqueeze(0))
-        return stand_in(gradient)
+        return stand_in(shards.params[name])  # in its dtype, since a cast would take memory
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Keep what the backward pass needs."""
-        _, ctx.shards, ctx.name, _ = inputs
+        gradient, ctx.shards, ctx.name, _ = inputs
+        ctx.dtype = gradient.dtype
 
     @staticmethod
     def backward(ctx: Any, vector: Tensor) -> tuple:
         """Gather the vector that multiplies the gradient; a stand-in was passed."""
-        return Vector.apply(vector, ctx.shards, ctx.name), None, None, None
+        return Vector.apply(vector, ctx.shards, ctx.name, ctx.dtype), None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, gradient: Tensor, *args: Any) -> tuple:
@@ -89,25 +90,26 @@ class Scatter(torch.autograd.Function):
         gradient = gradient.movedim(in_dims[0], 0)
         if is_added:
             shards.add(name, gradient)
-        return stand_in(gradient), 0
+        return stand_in(shards.params[name], gradient.shape), 0
 
 
 class Vector(torch.autograd.Function):
     """The gathered vector for a parameter, given what stands for it."""
 
     @staticmethod
-    def forward(zeros: Tensor, shards: Any, name: str) -> Tensor:
+    def forward(zeros: Tensor, shards: Any, name: str, dtype: torch.dtype) -> Tensor:
         """Gather the vector."""
-        return shards.vectors(name)[0].to(zeros.dtype)
+        return shards.vectors(name)[0].to(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         """Keep nothing: a vector is not differentiated."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, zeros: Tensor, shards: Any, name: str) -> tuple:
+    def vmap(info: Any, in_dims: tuple, zeros: Tensor, *args: Any) -> tuple:
         """Gather several vectors."""
-        return shards.vectors(name).to(zeros.dtype), 0
+        shards, name, dtype = args
+        return shards.vectors(name).to(dtype), 0
 
 
 def _scattered(

@@ -26,14 +26,13 @@ from curvlinops.support.columns import Columns
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     forward_hooks,
-    fsdp_policies,
+    fsdp_dtypes,
     is_tensor_parallel_hook,
     modules_of,
     reshard,
     tensor_tables,
     version_of,
     with_attributes,
-    without_fsdp_hooks,
     without_torch_function,
 )
 from curvlinops.team.collectives import (
@@ -44,6 +43,7 @@ from curvlinops.team.collectives import (
     reduce_scatter,
 )
 from curvlinops.team.layout import GatheredColumns
+from curvlinops.team.mixed_precision import casting_hooks, check_policy
 from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
 from curvlinops.team.schedule import Schedule
 
@@ -394,7 +394,8 @@ class Shards(Whole):
             self._ahead = memory, self._begin(self._agreed[0].number, memory)
 
     def _begin(self, number: int, memory: Tensor) -> Any:
-        return begin_gather(memory, self._tensors[number].to_local(), self.group)
+        part = self._tensors[number].to_local().to(self._dtypes[number])
+        return begin_gather(memory, part, self.group)
 
     def _memory(self, request: Request) -> Tensor:
         """Return memory for a whole parameter, or for whole columns ``[*shape, k]``."""
@@ -402,8 +403,8 @@ class Shards(Whole):
         if self._ahead is not None and self._agreed[0] == request:
             return self._ahead[0]
         if kind == Kind.PARAMETER:
-            parameter = self._tensors[number]
-            return empty_whole(parameter.to_local(), len(parameter), self.group)
+            part = self._tensors[number].to_local()[:0].to(self._dtypes[number])
+            return empty_whole(part, len(self._tensors[number]), self.group)
         parameter = list(self.params.values())[number]
         columns = self._zeros((1, *parameter.shape[1:], stop - first))
         return empty_whole(columns, len(parameter), self.group)
@@ -465,6 +466,8 @@ class Shards(Whole):
         }
         if list(self._numbers.values()) != before:
             self._schedule = Schedule()
+        dtypes = fsdp_dtypes(self._module)
+        self._dtypes = [dtypes.get(id(x), x.dtype) for x in self._tensors]
 
     def parts(self) -> list[Tensor]:
         """Return the parts of all sharded parameters that this process has."""
@@ -577,8 +580,8 @@ class Shards(Whole):
         return GatheringTable(contents, self, leaves) if is_any else None
 
     def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
-        """Return a module's tables of hooks, and what is left of them without ``fully_shard``."""
-        return [(x, without_fsdp_hooks(x)) for x in filter(None, forward_hooks(module))]
+        """Return a module's tables of hooks, and what is left of them, see ``casting_hooks``."""
+        return casting_hooks(module)
 
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
@@ -753,11 +756,4 @@ def _check_modules(module: nn.Module) -> None:
                 "in a list of its own. Leave it out: fully_shard(..., "
                 "ignored_params=set(module.parameters()))."
             )
-        for policy in fsdp_policies(child):
-            dtype = policy.param_dtype or policy.output_dtype
-            if dtype is not None:
-                raise TypeError(
-                    f"{where} is sharded with a MixedPrecisionPolicy ({dtype}), which is "
-                    "not supported: the model is evaluated in the dtype of its parameters. Build "
-                    "it without mp_policy, perhaps with parameters of that dtype."
-                )
+        check_policy(where, child)

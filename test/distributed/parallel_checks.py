@@ -51,6 +51,12 @@ from curvlinops.training import KFACPreconditioner
 
 CHECKS, check = registry()
 
+#: Whether there are language models to check.
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
 
 def both(case: str, p: Problem, **options: Any) -> tuple[Any, Any]:
     """The operator of all processes together, and that of one with all data."""
@@ -541,6 +547,26 @@ def wrapped_models() -> None:
     torch.testing.assert_close(
         matrix(both("hessian", p)[0]), matrix(both("hessian", classifier())[1])
     )
+
+
+@check()
+def wrapped_language_models() -> None:
+    if transformers is None:
+        return
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=6)
+    model = transformers.GPT2LMHeadModel(config).double().eval()
+    texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+    p = Problem(*problem(model, texts), mc=True)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for net in (wrapped, torch.compile(wrapped, backend="eager")):
+        own = Problem(*problem(net, part(texts)), mc=True)
+        assert list(own.params) == list(p.params)
+        for case in ("ggn", "kfac"):
+            options = {"fisher_type": "empirical"} if case == "kfac" else {}
+            together = ALL[case].build(own, process_group=group(), **options)
+            alone = ALL[case].build(p, **options)
+            assert error(together @ vector(alone), alone @ vector(alone)) <= 1e-10
 
 
 @check()

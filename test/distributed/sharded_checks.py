@@ -40,12 +40,15 @@ from processes import (
     vector,
 )
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import curvlinops
@@ -54,10 +57,13 @@ from curvlinops.influence import preconditioned, self_scores, top_scores
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.autograd_graph import output_shape
+from curvlinops.team import shards
+from curvlinops.team.collectives import begin_gather
 from curvlinops.team.schedule import Schedule
 from curvlinops.team.shards import Kind, Request, Shards
 
 CHECKS, check = registry()
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 #: Whether there are language models to check.
 try:
@@ -537,27 +543,63 @@ def compile_all(model: nn.Module) -> None:
     model.compile(backend="eager")
 
 
+def checkpoint_blocks(model: nn.Module) -> None:
+    kind = type(blocks(model)[0])
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+
+
+def checkpoint_and_compile_blocks(model: nn.Module) -> None:
+    checkpoint_blocks(model)
+    wrap_blocks(model)
+
+
+class OfTokens(nn.Module):
+    """A wrapper as users write it."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = torch.compile(model, backend="eager")
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        return self.model(**X, use_cache=False).logits[:, :-1].movedim(-1, 1)
+
+
 @check()
-def compiled_blocks() -> None:
+def wrapped_blocks() -> None:
+    """Compiled and checkpointed blocks, before and after they are sharded."""
     if transformers is None:
         return
     model = language_model("GPT2")
     texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
-    alone = ALL["ggn"].build(Problem(*problem(model, texts), mc=True))
-    expected = alone @ vector(alone)
-    for compiles, is_first in itertools.product(
-        (compile_blocks, wrap_blocks, compile_all), (True, False)
+    p, ours = (Problem(*problem(model, x), mc=True) for x in (texts, part(texts)))
+    rows = ALL["gradients"].build(ours)
+    V = vector(rows)
+    cases = {"hessian": {}, "ggn": {}, "kfac": {"fisher_type": "empirical"}}
+    expected = {case: ALL[case].build(p, **options) @ V for case, options in cases.items()}
+    scores = rows.scores(V)
+    ways = (compile_blocks, wrap_blocks, compile_all, checkpoint_blocks)
+    for number, (wrap, is_first) in enumerate(
+        itertools.product((*ways, checkpoint_and_compile_blocks), (True, False))
     ):
         copied = copy.deepcopy(model)
         if is_first:
-            compiles(copied)
+            wrap(copied)
         for layer in (*blocks(copied), copied):
             fully_shard(layer)
         if not is_first:
-            compiles(copied)
+            wrap(copied)
         own = Problem(*problem(copied, part(texts)), mc=True)
-        together = ALL["ggn"].build(own, process_group=group())
-        assert error(joined(own, together @ spread(own, vector(alone))), expected) <= 1e-10
+        if number % 2:
+            net = OfTokens(copied)
+            data = [(x, x["input_ids"][:, 1:]) for x in part(texts)]
+            own = Problem(net, nn.CrossEntropyLoss(), every(net), data, mc=True)
+        mine = spread(own, V)
+        # each way with one more operator: all of them would take minutes
+        for case in dict.fromkeys(("ggn", list(cases)[number % 3])):
+            A = ALL[case].build(own, process_group=group(), **cases[case])
+            assert error(joined(own, A @ mine), expected[case]) <= 1e-10, (wrap, case)
+        if number % 3 == 1:
+            assert error(ALL["gradients"].build(own).scores(mine), scores) <= 1e-10, wrap
 
 
 @check()
@@ -638,6 +680,10 @@ def replicas_of_shards() -> None:
     compare_rows(p, own)
     compare_rows(p, own, terms="term")
     compare_factors(p, own, fisher_type="empirical")
+    low = sharded(p, mesh=mesh, mp_policy=MixedPrecisionPolicy(F32))
+    G, alone = ALL["ggn"].build(low, process_group=group()), ALL["ggn"].build(p)
+    v = vector(alone)
+    assert 1e-10 <= error(joined(low, G @ spread(low, v)), alone @ v) <= 1e-5
     failing = sharded(small(lambda: Net(Failing())), mesh=mesh)
     rows = ALL["gradients"].build(failing)
     failing.model.act.fails = True
@@ -647,8 +693,8 @@ def replicas_of_shards() -> None:
     v = spread(own, torch.ones(H.shape[1]).double())
     try:
         H @ {name: x * (1 + rank() // 2) for name, x in v.items()}  # others in each copy
-    except (ValueError, RuntimeError) as error:
-        assert "vectors are not those of the first rank" in str(error)
+    except (ValueError, RuntimeError) as raised:
+        assert "vectors are not those of the first rank" in str(raised)
     else:
         raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):
@@ -753,6 +799,216 @@ def callbacks() -> None:
     K = ALL["kfac"].build(own, process_group=group()).inverse(1.0)
     blocks = curvlinops.SubmatrixLinearOperator(K, ["*"], ["*"])
     check_callbacks(blocks, spread(own, torch.ones(K.shape[1]).double()))
+
+
+# --- mixed precision ------------------------------------------------------------------------------
+
+
+def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+    if dtype is None:
+        return tree
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def as_trained(model: nn.Module, policies: dict[str, MixedPrecisionPolicy]) -> nn.Module:
+    """A whole model that casts as FSDP does.
+
+    Args:
+        model: The model, which is changed.
+        policies: What is cast, by the names of modules, outer ones first.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for module_name, policy in policies.items():
+        module = model.get_submodule(module_name)
+        names = [f"{module_name}.{name}".strip(".") for name, _ in module.named_parameters()]
+        dtypes |= dict.fromkeys(names, policy.param_dtype)
+        inputs = policy.param_dtype if policy.cast_forward_inputs else None
+        module.register_forward_pre_hook(
+            lambda _, *given, dtype=inputs: cast(dtype, given), with_kwargs=True
+        )
+        module.register_forward_hook(lambda *args, dtype=policy.output_dtype: cast(dtype, args[-1]))
+    for name, dtype in dtypes.items():
+        module_name, _, name = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        nn.utils.parametrize.register_parametrization(module, name, Cast(dtype), unsafe=True)
+    return model
+
+
+class Scale(nn.Module):
+    """Inputs and outputs are in containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(7))
+
+    def forward(self, xs: list[Tensor], options: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert xs[0].dtype == options["x"].dtype
+        return {"x": xs[0].tanh() * self.weight + options["x"]}
+
+
+class Mixed(nn.Module):
+    """Layers in high and low precision, one of them in a checkpoint, and one of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 6)
+        self.third, self.scale, self.head = nn.Linear(6, 7), Scale(), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.second, self.norm(self.first(x).tanh()), use_reentrant=False)
+        x = self.third(x.tanh())
+        return self.head(self.scale([x], options={"x": x})["x"])
+
+
+def mixed(
+    wide: torch.dtype, narrow: torch.dtype, output: torch.dtype | None, casts: bool
+) -> tuple[Problem, Problem]:
+    """A whole problem that casts as FSDP does, and a sharded one."""
+    p = small(Mixed)
+    p.model.to(wide)
+    low = MixedPrecisionPolicy(param_dtype=narrow)
+    policies = {
+        "": replace(low, output_dtype=output),
+        "first": low,
+        "norm": MixedPrecisionPolicy(param_dtype=wide, output_dtype=narrow),
+        "second": low,
+        "scale": MixedPrecisionPolicy(param_dtype=wide, cast_forward_inputs=casts),
+        "head": low,
+    }
+    whole, model = as_trained(copy.deepcopy(p.model), policies), copy.deepcopy(p.model)
+    for name, policy in reversed(policies.items()):
+        fully_shard(model.get_submodule(name), mp_policy=policy)
+    p = replace(p, model=whole, params=every(whole), data=[(X.to(wide), y) for X, y in p.data])
+    return p, replace(p, model=model, params=every(model), data=part(p.data))
+
+
+@check(1, 2, 3)
+def policies_of_mixed_precision() -> None:
+    """What is computed is in the narrow dtype; vectors and sums are in that of the shards."""
+    for wide, narrow, output, casts in (
+        (F64, F32, None, True),
+        (F64, F32, F64, False),
+        (F32, BF16, None, False),
+        (F32, BF16, F32, True),
+    ):
+        p, own = mixed(wide, narrow, output, casts)
+        # products of whole models take other ways than those of sharded ones
+        rounding, few = 4 * torch.finfo(narrow).eps, 50 * torch.finfo(wide).eps
+        before = state(own.model)
+        for case in ("hessian", "ggn", "fisher", "kfac"):
+            options = {"fisher_type": "empirical"} if case == "kfac" else {}
+            together = ALL[case].build(own, process_group=group(), **options)
+            alone = ALL[case].build(p, **options)
+            V = vector(alone, 3)
+            for v in (V, V[:, 0]):
+                expected = alone @ v
+                found = joined(own, together @ spread(own, v))
+                assert found.dtype == wide
+                assert error(found, expected) <= (few if options else rounding), case
+                with together.linearized():
+                    for _ in range(2):
+                        found = joined(own, together @ spread(own, v))
+                        assert error(found, expected) <= rounding, case
+            (gradient, loss), (its, its_loss) = (A.gradient_and_loss() for A in (together, alone))
+            assert error(joined(own, gradient), ParameterSpace.of(p.params).join(its)) <= few
+            torch.testing.assert_close(loss, its_loss)
+        mine, rows = ALL["gradients"].build(own), ALL["gradients"].build(replace(p, data=own.data))
+        for name in ("dense", "norms", "gram"):
+            assert error(getattr(mine, name)(), getattr(rows, name)()) <= few
+        assert error(mine.scores(spread(own, V)), rows.scores(V)) <= few
+        assert not mine.fallbacks and state(own.model) == before
+        X, y = p.data[0]
+        found, expected = own.model(X), p.model(X)
+        assert torch.equal(found, expected)  # of the model that is trained
+        p.loss(found, y).backward()
+
+
+@check()
+def language_model_in_mixed_precision() -> None:
+    """As Accelerate prepares it: sharded in low precision, with autocast in forward."""
+    if transformers is None:
+        return
+    model = language_model("Llama").float()
+    texts = [{"input_ids": torch.randint(11, (2, 5))} for _ in range(3)]
+    low = MixedPrecisionPolicy(BF16, reduce_dtype=F32, output_dtype=BF16)
+    policies = {"": low, "model.layers.0": low, "model.layers.1": low}
+    whole, copied = as_trained(copy.deepcopy(model), policies), copy.deepcopy(model)
+    for name, policy in reversed(policies.items()):
+        fully_shard(copied.get_submodule(name), mp_policy=policy)
+    for net in (whole, copied):
+        net.forward = torch.autocast("cpu", dtype=BF16)(net.forward)
+    p, own = (
+        Problem(*problem(whole, texts), mc=True),
+        Problem(*problem(copied, part(texts)), mc=True),
+    )
+    for case in ("hessian", "ggn"):
+        together, alone = ALL[case].build(own, process_group=group()), ALL[case].build(p)
+        v = vector(alone)
+        assert error(joined(own, together @ spread(own, v)), alone @ v) <= 4e-2
+        (gradient, loss), (its, its_loss) = (A.gradient_and_loss() for A in (together, alone))
+        assert error(joined(own, gradient), ParameterSpace.of(p.params).join(its)) <= 1e-2
+        torch.testing.assert_close(loss, its_loss)
+
+
+@check()
+def what_is_gathered_in_low_precision() -> None:
+    layers = [nn.Linear(40, 40, bias=False) for _ in range(8)]
+    p = small(lambda: nn.Sequential(nn.Linear(3, 40), *layers), (4, 2, 3))
+    gathered: list[int] = []
+
+    def gather(out: Tensor, *args: Any) -> Any:
+        gathered.append(out.nbytes)
+        return begin_gather(out, *args)
+
+    for case in ("hessian", "ggn"):
+        totals = []
+        for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16)):
+            own = sharded(p, mp_policy=policy)
+            A = ALL[case].build(own, process_group=group())
+            v = spread(own, torch.ones(A.shape[1]).double())
+            for num_bytes in {8, (policy.param_dtype or F64).itemsize}:
+                with FullTensors(40 * 40 * num_bytes) as full:
+                    A @ v
+                assert 0 < full.most <= 4 and full.alive == 0, (case, policy)
+            gathered.clear()
+            with mock.patch.object(shards, "begin_gather", gather):
+                A.gradient_and_loss()
+            totals.append(sum(gathered))
+        assert totals[0] == 4 * totals[1] > 0
+
+
+@check()
+def shards_of_two_models() -> None:
+    """A second model evaluates the same shards without casts."""
+    _, own = mixed(F32, BF16, F32, True)
+    with torch.device("meta"):
+        model = Mixed()
+    for name in ("first", "norm", "second", "scale", "head", ""):
+        fully_shard(model.get_submodule(name))
+    model.load_state_dict(own.model.state_dict(), assign=True)
+    other = replace(own, model=model, params=every(model))
+    for x, y in zip(own.params.values(), other.params.values(), strict=True):
+        if len(x) % 2 == 0:  # FSDP pads others
+            assert x.to_local().data_ptr() == y.to_local().data_ptr()
+    p = small(Mixed)
+    p.model.float()
+    p = replace(p, params=every(p.model), data=[(X.float(), y) for X, y in p.data])
+    for case in ("hessian", "ggn"):
+        together, alone = ALL[case].build(other, process_group=group()), ALL[case].build(p)
+        v = vector(alone)
+        found = joined(other, together @ spread(other, v))
+        assert error(found, alone @ v) <= 1e-5
+        low = ALL[case].build(own, process_group=group())
+        assert 1e-4 <= error(joined(own, low @ spread(own, v)), found) <= 0.1
 
 
 # --- processes out of step ------------------------------------------------------------------------
@@ -1373,10 +1629,8 @@ def models_that_are_refused() -> None:
                 return nn.functional.cross_entropy(self.layer(output), y)
 
         ALL["hessian"].build(replace(own, loss=Loss(), reduction="mean"), process_group=group())
-    with fails(TypeError, "The model is sharded with a MixedPrecisionPolicy"):
-        half = sharded(
-            p, whole=p.params, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        )
+    with fails(TypeError, "The model is sharded with MixedPrecisionPolicy.*float16.*bfloat16"):
+        half = sharded(p, whole=p.params, mp_policy=MixedPrecisionPolicy(torch.float16))
         ALL["hessian"].build(half, process_group=group())
     even = small(lambda: nn.Sequential(LoRA(nn.Linear(3, 4), 3, 4), LoRA(nn.Linear(4, 3), 4, 3)))
     even = replace(even, params=adapters(even.model))
@@ -1385,6 +1639,11 @@ def models_that_are_refused() -> None:
         columns = sharded(even, whole=even.params, **placed)
         ALL["hessian"].build(columns, process_group=group())
 
+    with fails(TypeError, r"'head.weight' has the placements \[Replicate\(\)\].*Give each process"):
+        copies = sharded(small(lambda: Net()), by_layer=False, whole=("head.weight",))
+        weight, mesh = copies.model.head.weight.detach(), init_device_mesh("cpu", (2,))
+        copies.model.head.weight = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()]))
+        ALL["hessian"].build(replace(copies, params=every(copies.model)), process_group=group())
     with fails(TypeError, r"'lstm' \(LSTM\)"):
         ALL["hessian"].build(sharded(small(Recurrent)), process_group=group())
     with fails(ValueError, "'act' .*SyncBatchNorm in train mode"):
