@@ -109,6 +109,7 @@ def score_batches(
     return slices.of(found())
 
 
+@in_default_modes
 def top_scores(
     rows: PerSampleGradientLinearOperator, P: Any, k: int, largest: bool = True
 ) -> torch.return_types.topk:

@@ -62,7 +62,7 @@ class LowRankColumns:
 
     @classmethod
     def joined(cls, parts: Sequence["LowRankColumns"], order: Tensor) -> "LowRankColumns":
-        """Return the vectors of several of one rank in an order, the first ones' index first."""
+        """Return the vectors of all parts, of one rank, in the order of their indices."""
         new, first = cls.__new__(cls), parts[0]
 
         def cat(tensors: Iterable[Tensor]) -> Tensor:
