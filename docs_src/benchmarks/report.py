@@ -34,10 +34,12 @@ def table(results: dict) -> str:
     """Write results as Markdown."""
     peers = [f"{name} {version}" for name, version in results["peers"].items()]
     missing = [f"{name} ({_code(why)})" for name, why in results["missing"].items()]
+    minutes = f" The run took {results['minutes']} minutes." if "minutes" in results else ""
     lines = [
         f"Commit {results['commit']}; {results['machine']}; {results['versions']}. "
         f"Peers: {', '.join(peers) or 'none'}."
-        + (f" Peers that are missing: {', '.join(missing)}." if missing else ""),
+        + (f" Peers that are missing: {', '.join(missing)}." if missing else "")
+        + minutes,
         "",
         *_imports(results["imports"]),
         *_worse(results),
@@ -199,12 +201,10 @@ def picture(results: dict, of_problems: Ratios, what: str, path: Path) -> None:
         UNCHECKED: "the same, without the check at construction",
         BY_HAND: f"{what} over that of code by hand",
     }
-    handles = [
-        plt.scatter([], [], **styles[kind], label=label)
-        if kind != UNCHECKED
-        else plt.scatter([], [], **styles[kind], edgecolors="gray", label=label)
-        for kind, label in labels.items()
-    ]
+    handles = []
+    for kind, label in labels.items():
+        color = {"edgecolors" if kind == UNCHECKED else "color": "gray"}
+        handles.append(plt.scatter([], [], **styles[kind], **color, label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -234,6 +234,9 @@ def growth_picture(growth: dict, path: Path) -> None:
                 width = 2.5 if name == OURS else 1.2
                 handles[name] = ax.plot(*zip(*points, strict=True), **style, linewidth=width)[0]
         ax.set(xscale="log", yscale="log", xlabel=what)
+        ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        ax.xaxis.set_minor_locator(plt.NullLocator())
+        ax.yaxis.set_minor_formatter(plt.NullFormatter())
         ax.set_title(row, fontsize=9)
         ax.grid(alpha=0.3)
     for ax in axes.flat[len(panels) :]:
