@@ -51,7 +51,7 @@ def table(results: dict) -> str:
         lines += [f"**{problem}**: {result['about']} One gradient takes {1e3 * unit:.2f} ms.", ""]
         lines += _rows(result["rows"], lambda cell, unit=unit: _cell(cell, unit))
         lines += _refusals(result["rows"])
-    lines += ["## Growth", ""]
+    lines += ["## Growth", ""] if results["growth"] else []
     for what, sizes in results["growth"].items():
         lines += [f"**Growth with {what}**, milliseconds for {', '.join(sizes)}", ""]
         lines += _rows(_by_row(sizes), _sizes)
@@ -73,7 +73,9 @@ def _by_row(sizes: dict) -> dict[str, dict]:
 
 
 def _rows(rows: dict, show: Callable[[dict], str]) -> list[str]:
-    packages = list(dict.fromkeys(name for cells in rows.values() for name in cells))
+    found = dict.fromkeys(name for cells in rows.values() for name in cells)
+    first = [name for name in (OURS, UNCHECKED, BY_HAND) if name in found]
+    packages = [*first, *(name for name in found if name not in first)]
     lines = [f"| | {' | '.join(packages)} |", "|---" * (len(packages) + 1) + "|"]
     for row, cells in rows.items():
         found = [show(cells[name]) if name in cells else "" for name in packages]
@@ -152,8 +154,8 @@ def _worse(results: dict) -> list[str]:
         count = sum("peer" in ratio for ratio in pairs)
         worse = sum(ratio.get("peer", 0) > EQUAL for ratio in pairs)
         lines += [
-            f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}. This "
-            "package, with its defaults, over the best peer:",
+            f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}"
+            + (". This package, with its defaults, over the best peer:" if worse else "."),
             "",
         ]
         rows: dict[str, dict[str, float]] = {}
