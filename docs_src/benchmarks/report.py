@@ -34,10 +34,12 @@ def table(results: dict) -> str:
     """Write results as Markdown."""
     peers = [f"{name} {version}" for name, version in results["peers"].items()]
     missing = [f"{name} ({_code(why)})" for name, why in results["missing"].items()]
+    minutes = f" The run took {results['minutes']} minutes." if "minutes" in results else ""
     lines = [
         f"Commit {results['commit']}; {results['machine']}; {results['versions']}. "
         f"Peers: {', '.join(peers) or 'none'}."
-        + (f" Peers that are missing: {', '.join(missing)}." if missing else ""),
+        + (f" Peers that are missing: {', '.join(missing)}." if missing else "")
+        + minutes,
         "",
         *_imports(results["imports"]),
         *_worse(results),
@@ -49,7 +51,7 @@ def table(results: dict) -> str:
         lines += [f"**{problem}**: {result['about']} One gradient takes {1e3 * unit:.2f} ms.", ""]
         lines += _rows(result["rows"], lambda cell, unit=unit: _cell(cell, unit))
         lines += _refusals(result["rows"])
-    lines += ["## Growth", ""]
+    lines += ["## Growth", ""] if results["growth"] else []
     for what, sizes in results["growth"].items():
         lines += [f"**Growth with {what}**, milliseconds for {', '.join(sizes)}", ""]
         lines += _rows(_by_row(sizes), _sizes)
@@ -71,7 +73,9 @@ def _by_row(sizes: dict) -> dict[str, dict]:
 
 
 def _rows(rows: dict, show: Callable[[dict], str]) -> list[str]:
-    packages = list(dict.fromkeys(name for cells in rows.values() for name in cells))
+    found = dict.fromkeys(name for cells in rows.values() for name in cells)
+    first = [name for name in (OURS, UNCHECKED, BY_HAND) if name in found]
+    packages = [*first, *(name for name in found if name not in first)]
     lines = [f"| | {' | '.join(packages)} |", "|---" * (len(packages) + 1) + "|"]
     for row, cells in rows.items():
         found = [show(cells[name]) if name in cells else "" for name in packages]
@@ -150,8 +154,8 @@ def _worse(results: dict) -> list[str]:
         count = sum("peer" in ratio for ratio in pairs)
         worse = sum(ratio.get("peer", 0) > EQUAL for ratio in pairs)
         lines += [
-            f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}. This "
-            "package, with its defaults, over the best peer:",
+            f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}"
+            + (". This package, with its defaults, over the best peer:" if worse else "."),
             "",
         ]
         rows: dict[str, dict[str, float]] = {}
@@ -199,12 +203,10 @@ def picture(results: dict, of_problems: Ratios, what: str, path: Path) -> None:
         UNCHECKED: "the same, without the check at construction",
         BY_HAND: f"{what} over that of code by hand",
     }
-    handles = [
-        plt.scatter([], [], **styles[kind], label=label)
-        if kind != UNCHECKED
-        else plt.scatter([], [], **styles[kind], edgecolors="gray", label=label)
-        for kind, label in labels.items()
-    ]
+    handles = []
+    for kind, label in labels.items():
+        color = {"edgecolors" if kind == UNCHECKED else "color": "gray"}
+        handles.append(plt.scatter([], [], **styles[kind], **color, label=label))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -234,6 +236,9 @@ def growth_picture(growth: dict, path: Path) -> None:
                 width = 2.5 if name == OURS else 1.2
                 handles[name] = ax.plot(*zip(*points, strict=True), **style, linewidth=width)[0]
         ax.set(xscale="log", yscale="log", xlabel=what)
+        ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        ax.xaxis.set_minor_locator(plt.NullLocator())
+        ax.yaxis.set_minor_formatter(plt.NullFormatter())
         ax.set_title(row, fontsize=9)
         ax.grid(alpha=0.3)
     for ax in axes.flat[len(panels) :]:
