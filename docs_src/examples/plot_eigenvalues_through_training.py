@@ -17,7 +17,6 @@ Gauss-Newton matrix (GGN). The eigenvectors of some steps ago are almost eigenve
 search starts from those of the search before, which saves products.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -27,8 +26,6 @@ from torch import nn
 
 from curvlinops import GGNLinearOperator, HessianLinearOperator, eigsh
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 start = time.perf_counter()
 
 # %%
@@ -59,8 +56,8 @@ def make_model() -> nn.Module:
 # Each search for eigenvalues starts from the sum of the eigenvectors found by the one before.
 
 num_eigenvalues = 3
-num_steps, interval = (300, 50) if FAST else (1000, 25)
-step_sizes = [1.0] if FAST else [0.5, 2 / 3, 1.0]
+num_steps, interval = 1000, 25
+step_sizes = [0.5, 2 / 3, 1.0]
 
 
 def train(step_size: float) -> dict[str, torch.Tensor]:

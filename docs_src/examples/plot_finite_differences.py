@@ -14,7 +14,6 @@ the spectrum.
 
 import copy
 import itertools
-import os
 import time
 from collections.abc import Callable
 from pydoc_data.topics import topics
@@ -27,8 +26,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from curvlinops import HessianLinearOperator, eigsh
 from curvlinops.integrations.transformers import problem
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -49,7 +46,7 @@ config = GPT2Config(
     bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
 model = GPT2LMHeadModel(config).eval()  # without dropout
-num_steps = 30 if FAST else 500
+num_steps = 500
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=num_steps)
 for _ in range(num_steps):
@@ -112,7 +109,7 @@ def differences(dtype: torch.dtype, step: float) -> Callable[[Tensor], Tensor]:
 # usual step is :math:`(1 + \|\theta\|) / \|v\|` times :math:`10^{-3}` to :math:`10^{-2}`. Not all
 # papers tell theirs, so we try all.
 
-pairs = eigsh(truth, k=1, which="LA", tol=1e-2 if FAST else 1e-3)
+pairs = eigsh(truth, k=1, which="LA", tol=1e-3)
 random = torch.randn(len(theta), dtype=torch.float64)
 vectors = {
     "random vector": random / random.norm(),
@@ -130,7 +127,7 @@ def errors(multiply: Callable[[Tensor], Tensor]) -> list[float]:
 
 
 usual = [c * float(1 + theta.norm()) for c in (1e-3, 1e-2)]
-steps = torch.logspace(-6, 1, 8 if FAST else 15).tolist()
+steps = torch.logspace(-6, 1, 15).tolist()
 by_step, own = {}, {}
 for dtype in (torch.float32, torch.bfloat16):
     by_step[dtype] = torch.tensor([errors(differences(dtype, step)) for step in steps])
@@ -188,7 +185,7 @@ def lanczos(multiply: Callable[[Tensor], Tensor], v: Tensor, num: int) -> tuple[
     return values, coefficients[0] ** 2
 
 
-num_products, num_starts = (10, 1) if FAST else (40, 2)
+num_products, num_starts = 40, 2
 starts = torch.randn(num_starts, len(theta), dtype=torch.float64)
 starts /= starts.norm(dim=1, keepdim=True)
 

@@ -20,7 +20,6 @@ approximate curvature (KFAC), and check the predictions by training again withou
 """
 
 import copy
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -36,8 +35,6 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -48,7 +45,7 @@ start = time.perf_counter()
 # Multinomial logistic regression, whose minimum is unique, and a small network. With
 # ``reduction="sum"`` all quantities are sums over images, as in the formulas above.
 
-num_data = 300 if FAST else 1000
+num_data = 1000
 images, labels = load_digits(return_X_y=True)
 X, y = torch.tensor(images / 16.0), torch.tensor(labels)
 X_test, y_test = X[1000:], y[1000:]
@@ -57,9 +54,10 @@ X, y = X[:num_data], y[:num_data]
 loss_func = nn.CrossEntropyLoss(reduction="sum")
 weight_decay = 0.01 * num_data
 
-models = {"logistic regression": nn.Linear(64, 10).double()}
-if not FAST:
-    models["network"] = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+models = {
+    "logistic regression": nn.Linear(64, 10).double(),
+    "network": nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double(),
+}
 
 # %%
 # Training
@@ -158,7 +156,7 @@ def losses_on(model: nn.Module, test: torch.Tensor) -> torch.Tensor:
 # We leave out, one after the other, the images with the largest predicted influence, and some
 # others.
 
-num_left_out = 10 if FAST else 16
+num_left_out = 16
 
 
 def retrain(

@@ -19,7 +19,6 @@ harmful sentences should lower the test loss.
 """
 
 import copy
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -31,8 +30,6 @@ from transformers import BertConfig, BertForSequenceClassification
 from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator
 from curvlinops.influence import preconditioned
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -113,7 +110,7 @@ print("topics: test accuracy {1:.1%}".format(*evaluate(*make_sentences(500))))
 # In the new task each class has two of the topics. A tenth of the training sentences get a wrong
 # label. We train the adapters and a new head; the rest is frozen.
 
-num_train, num_test, num_classes = (200, 100, 4) if FAST else (400, 400, 4)
+num_train, num_test, num_classes = 400, 400, 4
 X, train_topics = make_sentences(num_train)
 X_test, test_topics = make_sentences(num_test)
 y_test = test_topics % num_classes

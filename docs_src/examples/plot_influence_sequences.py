@@ -19,7 +19,6 @@ generalization with influence functions*, 2023, `arXiv:2308.03296
 directory, and scores never take the gradients of all sequences.
 """
 
-import os
 import time
 from tempfile import TemporaryDirectory
 
@@ -32,8 +31,6 @@ from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator, wri
 from curvlinops.influence import preconditioned, top_scores
 from curvlinops.integrations.transformers import problem
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -46,7 +43,7 @@ start = time.perf_counter()
 # tuning, the loss is that of the answer, the value, alone: other labels are -100. To know the value
 # of a key, the model must have learned from the sequences with this key.
 
-num_facts, num_copies, num_queries, length = (12, 6, 4, 12) if FAST else (48, 6, 8, 12)
+num_facts, num_copies, num_queries, length = 48, 6, 8, 12
 num_words, num_values = 16, 12
 first_key = num_words
 first_value = first_key + num_facts

@@ -13,7 +13,6 @@ convolutional network with batch normalization and dropout, and ask:
 The page :doc:`/kfac_optimizer` explains the recipe.
 """
 
-import os
 import time
 from collections.abc import Callable
 from itertools import product
@@ -28,8 +27,6 @@ from torch import nn
 from curvlinops import KFACLinearOperator
 from curvlinops.training import KFACPreconditioner
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 start = time.perf_counter()
 
 # %%
@@ -151,7 +148,7 @@ def train(
 # seed. As KFAC's steps take more time, there are also SGD and AdamW with twice as many steps, tuned
 # anew.
 
-num_steps = 60 if FAST else 150
+num_steps = 150
 
 
 def sgd(lr: float, momentum: float) -> dict:
@@ -169,19 +166,9 @@ def kfac(lr: float, damping: float) -> dict:
     return sgd(lr, 0.9) | {"damping": damping}
 
 
-sgd_grid = (
-    {"lr": (0.1, 0.2), "momentum": (0.9,)}
-    if FAST
-    else {"lr": (0.05, 0.1, 0.2, 0.4), "momentum": (0.9, 0.95)}
-)
-adamw_grid = {
-    "lr": (0.02, 0.04) if FAST else (0.01, 0.02, 0.04, 0.08),
-    "weight_decay": (0.0,) if FAST else (0.0, 0.1),
-}
-kfac_grid = {
-    "lr": (0.1,) if FAST else (0.05, 0.1, 0.2),
-    "damping": (0.1,) if FAST else (0.03, 0.1, 0.3),
-}
+sgd_grid = {"lr": (0.05, 0.1, 0.2, 0.4), "momentum": (0.9, 0.95)}
+adamw_grid = {"lr": (0.01, 0.02, 0.04, 0.08), "weight_decay": (0.0, 0.1)}
+kfac_grid = {"lr": (0.05, 0.1, 0.2), "damping": (0.03, 0.1, 0.3)}
 contenders = {
     "SGD": (sgd, sgd_grid, num_steps),
     "SGD, twice the steps": (sgd, sgd_grid, 2 * num_steps),
@@ -203,7 +190,7 @@ for name, (make, grid, steps) in contenders.items():
 #
 # Other seeds than that of the tuning; means and extremes over them.
 
-seeds = range(1, 3 if FAST else 6)
+seeds = range(1, 6)
 curves = {
     name: [train(**make(**best[name]), seed=seed, num_steps=steps) for seed in seeds]
     for name, (make, _, steps) in contenders.items()

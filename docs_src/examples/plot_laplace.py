@@ -23,7 +23,6 @@ et al., *A scalable Laplace approximation for neural networks*, ICLR 2018). Inve
 samples are methods of structured operators. We compare the exact GGN and KFAC on two moons.
 """
 
-import os
 import time
 from math import log
 
@@ -40,8 +39,6 @@ from curvlinops import (
     TorchLinearOperator,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 start = time.perf_counter()
 
 # %%
@@ -129,7 +126,7 @@ def log_evidence(model: nn.Module, A: TorchLinearOperator, tau: float) -> float:
     return (log_likelihood + log_prior - posterior_precision(A, tau).logdet() / 2).item()
 
 
-exponents = [-1, -0.5, 0] if FAST else [-2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.5, 1]
+exponents = [-2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.5, 1]
 taus = [10**exponent for exponent in exponents]
 evidence, test = {"GGN": [], "KFAC": []}, []
 for tau in taus:
@@ -175,9 +172,9 @@ fig.savefig("laplace_evidence.png", dpi=150)
 tau = best["GGN"]
 model = find_mode(tau)
 params = list(model.parameters())
-ticks = torch.linspace(-4, 5, 25 if FAST else 80, dtype=torch.float64)
+ticks = torch.linspace(-4, 5, 80, dtype=torch.float64)
 grid = torch.cartesian_prod(ticks, ticks)
-num_draws = 50 if FAST else 300
+num_draws = 300
 
 
 @torch.no_grad()

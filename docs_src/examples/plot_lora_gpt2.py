@@ -13,7 +13,6 @@ language, adapt it to a dialect, with padding and masks as in practice, then
 
 import copy
 import math
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -28,8 +27,6 @@ from curvlinops import (
     eigsh,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -41,7 +38,7 @@ start = time.perf_counter()
 # repetition is reversed. Sequences have different lengths; padding is masked in the input, and
 # ignored in the targets.
 
-num_sequences, length, vocabulary = (32, 12, 12) if FAST else (64, 18, 20)
+num_sequences, length, vocabulary = 64, 18, 20
 
 
 def make_batches(dialect: bool) -> list:
@@ -116,7 +113,7 @@ def train(params: list, dialect: bool, num_steps: int, lr: float) -> None:
 # The language first, then the dialect with adapters only
 # -------------------------------------------------------
 
-train(list(model.parameters()), dialect=False, num_steps=50 if FAST else 1500, lr=3e-3)
+train(list(model.parameters()), dialect=False, num_steps=1500, lr=3e-3)
 
 gpt2.requires_grad_(False)
 for block in gpt2.transformer.h:
@@ -124,7 +121,7 @@ for block in gpt2.transformer.h:
     block.mlp.c_fc = LoRA(block.mlp.c_fc, rank=2)
 adapters = {n: p for n, p in model.named_parameters() if n.endswith((".A", ".B"))}
 print(f"{sum(p.numel() for p in adapters.values())} parameters in the adapters")
-train(list(adapters.values()), dialect=True, num_steps=50 if FAST else 500, lr=1e-2)
+train(list(adapters.values()), dialect=True, num_steps=500, lr=1e-2)
 batches = make_batches(dialect=True)
 
 # %%
@@ -152,7 +149,7 @@ assert {block.structure for block in K.report()} == {"kronecker"}
 
 prior_precision = 100.0
 posterior = K.damped(prior_precision).inverse()
-draws = posterior.sample(torch.Generator().manual_seed(0), num_samples=5 if FAST else 20)
+draws = posterior.sample(torch.Generator().manual_seed(0), num_samples=20)
 
 with torch.no_grad():
     X, y = batches[0]

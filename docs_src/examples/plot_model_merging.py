@@ -19,7 +19,6 @@ damping :math:`\delta` leads from these merges to the plain average.
 """
 
 import copy
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -37,8 +36,6 @@ from curvlinops import (
     TorchLinearOperator,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -166,7 +163,7 @@ def merge(matrices: dict[str, TorchLinearOperator], damping: float) -> nn.Module
     return with_parameters(inverse @ right)
 
 
-dampings = [1e-4, 1e-2] if FAST else [1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
+dampings = [1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 1.0]
 scores = {}
 for name, make in curvatures.items():
     matrices = {

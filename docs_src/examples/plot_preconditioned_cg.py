@@ -13,7 +13,6 @@ with and without it, and compare iterations and time. For a small tanh network i
 iterations. For a ReLU network it costs more than it saves.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -25,8 +24,6 @@ from torch import nn
 
 from curvlinops import GGNLinearOperator, KFACLinearOperator
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 
 # %%
@@ -65,7 +62,7 @@ def system(model: nn.Sequential) -> tuple[GGNLinearOperator, np.ndarray]:
 model = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 10)).double()
 train(model)
 G, b = system(model)
-damping = 1e-5 if FAST else 1e-6
+damping = 1e-6
 print(f"{len(b)} unknowns")
 
 # %%
@@ -155,7 +152,7 @@ relu = nn.Sequential(
 ).double()
 train(relu)
 
-dampings = [1e-1, 1e-2] if FAST else [1e-1, 1e-2, 1e-3, 1e-4]
+dampings = [1e-1, 1e-2, 1e-3, 1e-4]
 fig, axes = plt.subplots(ncols=2, figsize=(8, 3), sharey=True, layout="constrained")
 for ax, title, network in (
     (axes[0], "tanh, two layers", model),

@@ -10,7 +10,6 @@ into neural net optimization via Hessian eigenvalue density*, ICML 2019; Yao et 
 Batch normalization runs in eval mode: the Hessian is that of the network as it predicts.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -21,8 +20,6 @@ from torch.nn import functional as F
 
 from curvlinops import HessianLinearOperator, eigsh, xtrace
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -33,7 +30,7 @@ start = time.perf_counter()
 images, labels = load_digits(return_X_y=True)
 X = torch.tensor(images / 16.0).float().reshape(-1, 1, 8, 8)
 y = torch.tensor(labels)
-num_data = 128 if FAST else 512
+num_data = 512
 X, y = X[:num_data], y[:num_data]
 
 
@@ -51,7 +48,7 @@ class Residual(nn.Module):
         return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
-width = 8 if FAST else 16
+width = 16
 model = nn.Sequential(
     nn.Conv2d(1, width, 3, padding=1),
     Residual(width),
@@ -76,7 +73,7 @@ model.eval()
 H = HessianLinearOperator(
     model, loss_func, params, list(zip(X.split(128), y.split(128), strict=True))
 )
-num_epochs, interval = (4, 2) if FAST else (30, 3)
+num_epochs, interval = 30, 3
 optimizer = torch.optim.SGD(params, lr=0.05, momentum=0.9)
 epochs, losses, curves = [], [], {"largest": [], "smallest": [], "trace": []}
 starts = {"LA": None, "SA": None}
@@ -91,7 +88,7 @@ for epoch in range(num_epochs + 1):
             found = eigsh(H, k=1, which=which, tol=1e-2, v0=starts[which], seed=0)
             starts[which] = found.eigenvectors[:, 0]
             curves[name].append(float(found.eigenvalues[0]))
-        curves["trace"].append(float(xtrace(H, 10 if FAST else 20, seed=0)))
+        curves["trace"].append(float(xtrace(H, 20, seed=0)))
     model.train()
     for batch in torch.randperm(num_data).split(64):
         optimizer.zero_grad()

@@ -13,7 +13,6 @@ We follow two measures of sharpness for several step sizes and batch sizes: the 
 of the Hessian, and its trace, estimated from products with random vectors.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -23,8 +22,6 @@ from torch import nn
 
 from curvlinops import GGNDiagonalLinearOperator, HessianLinearOperator, eigsh, xtrace
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 start = time.perf_counter()
 
 # %%
@@ -39,10 +36,8 @@ X = torch.tensor(images[:1000] / 8.0 - 1.0, dtype=torch.float32)
 y = nn.functional.one_hot(torch.tensor(labels[:1000])).float()
 loss_func = nn.MSELoss()
 
-num_steps, interval = (600, 300) if FAST else (3000, 100)
+num_steps, interval = 3000, 100
 settings = [(0.6, 256), (0.6, 32), (0.6, 8), (0.2, 256)]  # step sizes and batch sizes
-if FAST:
-    settings = [(0.6, 256), (0.6, 8)]
 
 # %%
 # Training

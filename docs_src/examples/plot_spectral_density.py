@@ -8,7 +8,6 @@ of class/cross-class structure pervade deep learning spectra*, JMLR 2020). We lo
 scikit-learn's handwritten digits, which have ten classes, before and after a short training.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -24,8 +23,6 @@ from curvlinops import (
     plot_spectrum,
 )
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -63,7 +60,7 @@ def train(num_epochs: int) -> None:
 # errors to both sides. As a check, we mark the ten largest eigenvalues of the generalized
 # Gauss-Newton matrix (GGN), which is the part of the Hessian that has the outliers.
 
-num_repeats = 2 if FAST else 10
+num_repeats = 10
 
 
 def draw(ax: plt.Axes) -> float:

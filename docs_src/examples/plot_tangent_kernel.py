@@ -10,7 +10,6 @@ at initialization and after training? And do its largest eigenvectors align with
 ``JacobianLinearOperator.gram()`` computes the kernel without the Jacobian.
 """
 
-import os
 import time
 
 import matplotlib.pyplot as plt
@@ -20,8 +19,6 @@ from torch import nn
 
 from curvlinops import JacobianLinearOperator
 
-# Set CURVLINOPS_GALLERY=fast for a first look.
-FAST = os.environ.get("CURVLINOPS_GALLERY") == "fast"
 torch.manual_seed(0)
 start = time.perf_counter()
 
@@ -31,7 +28,7 @@ start = time.perf_counter()
 #
 # Is a digit odd? The labels are -1 and 1, and the network has one output.
 
-num_train, num_test = (100, 50) if FAST else (300, 200)
+num_train, num_test = 300, 200
 images, digits = load_digits(return_X_y=True)
 X, y = torch.tensor(images / 16.0).double(), 2.0 * torch.tensor(digits % 2).double() - 1
 X, y = X[: num_train + num_test], y[: num_train + num_test]
@@ -82,7 +79,7 @@ accuracies = {"kernel at initialization": accuracy(predict(before))}
 # --------
 
 optimizer = torch.optim.Adam(params, lr=1e-3)
-for _ in range(200 if FAST else 500):
+for _ in range(500):
     optimizer.zero_grad()
     nn.functional.mse_loss(model(X[:num_train]).squeeze(1), y[:num_train]).backward()
     optimizer.step()
