@@ -29,6 +29,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from curvlinops import EKFACLinearOperator, PerSampleGradientLinearOperator
 from curvlinops.influence import preconditioned
+from curvlinops.integrations.transformers import problem
 
 torch.manual_seed(0)
 start = time.perf_counter()
@@ -56,20 +57,7 @@ def make_sentences(num: int) -> tuple[torch.Tensor, torch.Tensor]:
 # -----------
 #
 # The model learns the topics. It stays in eval mode throughout, without dropout: gradients of
-# single samples need a model that is not random. The operators expect a model with one argument and
-# one output tensor, so a wrapper takes the logits out.
-
-
-class Logits(nn.Module):
-    """Logits ``[N, C]`` of tokens."""
-
-    def __init__(self, bert: nn.Module):
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits."""
-        return self.bert(input_ids=tokens).logits
+# single samples need a model that is not random.
 
 
 def train(params: list, batches, lr: float) -> None:
@@ -79,7 +67,7 @@ def train(params: list, batches, lr: float) -> None:
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, len(batches))
     for tokens, targets in batches:
         optimizer.zero_grad()
-        loss_func(model(tokens), targets).backward()
+        loss_func(model(tokens).logits, targets).backward()
         optimizer.step()
         schedule.step()
 
@@ -87,7 +75,7 @@ def train(params: list, batches, lr: float) -> None:
 @torch.no_grad()
 def evaluate(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[float, float]:
     """Return loss and accuracy."""
-    logits = model(tokens)
+    logits = model(tokens).logits
     accuracy = (logits.argmax(1) == targets).float().mean()
     return loss_func(logits, targets).item(), accuracy.item()
 
@@ -96,8 +84,7 @@ config = BertConfig(
     vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
     intermediate_size=64, max_position_embeddings=length, num_labels=num_topics,
 )  # fmt: skip
-bert = BertForSequenceClassification(config).eval()
-model = Logits(bert)
+model = BertForSequenceClassification(config).eval()
 loss_func = nn.CrossEntropyLoss()
 
 train(list(model.parameters()), (make_sentences(64) for _ in range(300)), lr=3e-3)
@@ -135,11 +122,12 @@ class LoRA(nn.Module):
         return self.base(x) + x @ self.A @ self.B
 
 
-bert.requires_grad_(False)
-for layer in bert.bert.encoder.layer:
+model.requires_grad_(False)
+for layer in model.bert.encoder.layer:
     attention = layer.attention.self
     attention.query, attention.value = LoRA(attention.query, 4), LoRA(attention.value, 4)
-bert.classifier = nn.Linear(32, num_classes)
+model.classifier = nn.Linear(32, num_classes)
+model.num_labels = model.config.num_labels = num_classes
 params = {name: p for name, p in model.named_parameters() if p.requires_grad}
 initial = copy.deepcopy(params)
 print(f"{sum(p.numel() for p in params.values())} parameters in the adapters and the head")
@@ -167,14 +155,19 @@ print(f"test loss {loss_before:.3f}, accuracy {accuracy:.1%}")
 # tenth of EKFAC's mean eigenvalue, as in Grosse et al. With the mean itself
 # (``relative_damping=1.0``), the correlation in check 2 is 0.78 in place of 0.59.
 
-data = list(zip(X.split(100), y.split(100), strict=True))
-E = EKFACLinearOperator(
-    model, loss_func, params, data, fisher_type="type-2", separate_weight_and_bias=False
-)
+
+def batches(tokens: torch.Tensor, labels: torch.Tensor) -> list[dict]:
+    """Return batches, as a data loader for Hugging Face models yields them."""
+    pairs = zip(tokens.split(100), labels.split(100), strict=True)
+    return [{"input_ids": some, "labels": their} for some, their in pairs]
+
+
+arguments = problem(model, batches(X, y))
+E = EKFACLinearOperator(*arguments, fisher_type="type-2", separate_weight_and_bias=False)
 assert {block.structure for block in E.report()} == {"kronecker"}
 
-rows = PerSampleGradientLinearOperator(model, loss_func, params, data)
-test_rows = PerSampleGradientLinearOperator(model, loss_func, params, [(X_test, y_test)])
+rows = PerSampleGradientLinearOperator(*arguments)
+test_rows = PerSampleGradientLinearOperator(*problem(model, batches(X_test, y_test)))
 relative_damping = 0.1
 scores = rows.scores(preconditioned(test_rows, E, relative_damping))  # [N, M]
 harm = -scores.mean(1)  # how much the average test loss rises
@@ -190,7 +183,7 @@ harm = -scores.mean(1)  # how much the average test loss rises
 
 plain = rows.scores(test_rows.dense().T)
 with torch.no_grad():
-    train_losses = nn.functional.cross_entropy(model(X), y, reduction="none")
+    train_losses = nn.functional.cross_entropy(model(X).logits, y, reduction="none")
 rankings = {
     "EKFAC influence": harm,
     "inner products of gradients": -plain.mean(1),
@@ -215,11 +208,11 @@ assert roc_auc_score(is_wrong, harm) > 0.9
 # inner products without curvature.
 
 with torch.no_grad():
-    probabilities = model(X).softmax(1)
+    probabilities = model(X).logits.softmax(1)
 F = torch.zeros(E.shape, dtype=torch.float64)
 for label, p in enumerate(probabilities.T):
-    labelled = [(X, torch.full_like(y, label))]
-    g = PerSampleGradientLinearOperator(model, loss_func, params, labelled).to_dense().double()
+    labelled = problem(model, batches(X, torch.full_like(y, label)))
+    g = PerSampleGradientLinearOperator(*labelled).to_dense().double()
     F += g.T @ (p[:, None] * g) / num_train
 F.diagonal().add_(relative_damping * float(E.trace()) / len(F))
 exact = rows.scores(torch.linalg.solve(F, test_rows.dense().T.double()).float())

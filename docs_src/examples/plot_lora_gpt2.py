@@ -26,6 +26,7 @@ from curvlinops import (
     KFACLinearOperator,
     eigsh,
 )
+from curvlinops.integrations.transformers import problem
 
 torch.manual_seed(0)
 start = time.perf_counter()
@@ -42,24 +43,26 @@ num_sequences, length, vocabulary = 64, 18, 20
 
 
 def make_batches(dialect: bool) -> list:
-    """Return batches ``({"input_ids", "attention_mask"}, targets)`` of 16 sequences."""
+    """Return batches of 16 sequences, as a data loader for Hugging Face models yields them."""
     words = torch.randint(1, vocabulary, (num_sequences, 3))
     pair = torch.cat([words, words.flip(1) if dialect else words], dim=1)
     tokens = pair.repeat(1, length // 6)
     lengths = torch.randint(9, length + 1, (num_sequences, 1))
     mask = (torch.arange(length) < lengths).long()
-    targets = tokens[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+    entries = {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "labels": tokens.masked_fill(mask == 0, -100),
+    }
     return [
-        ({"input_ids": t, "attention_mask": m}, y)
-        for t, m, y in zip(tokens.split(16), mask.split(16), targets.split(16), strict=True)
+        {name: x[start : start + 16] for name, x in entries.items()}
+        for start in range(0, num_sequences, 16)
     ]
 
 
 # %%
 # Model
 # -----
-#
-# The logits are ``[B, V, T - 1]``, with the vocabulary on axis 1, as PyTorch's cross-entropy wants.
 
 
 class LoRA(nn.Module):
@@ -76,34 +79,19 @@ class LoRA(nn.Module):
         return self.base(x) + x @ self.A @ self.B
 
 
-class NextToken(nn.Module):
-    """Logits for all tokens but the first."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict) -> torch.Tensor:
-        """Return the logits of a batch."""
-        return self.model(**batch, use_cache=False).logits[:, :-1].movedim(2, 1)
-
-
 config = GPT2Config(
     n_layer=2, n_head=2, n_embd=32, vocab_size=vocabulary, n_positions=length, bos_token_id=0,
     eos_token_id=0, attn_implementation="sdpa",
 )  # fmt: skip
-gpt2 = GPT2LMHeadModel(config).eval()
-model = NextToken(gpt2)
-loss_func = nn.CrossEntropyLoss(ignore_index=-100)
+model = GPT2LMHeadModel(config).eval()
 
 
 def train(params: list, dialect: bool, num_steps: int, lr: float) -> None:
     """Train some parameters, each step on fresh data."""
     optimizer = torch.optim.Adam(params, lr=lr)
     for _ in range(num_steps):
-        X, y = make_batches(dialect)[0]
         optimizer.zero_grad()
-        loss = loss_func(model(X), y)
+        loss = model(**make_batches(dialect)[0]).loss
         loss.backward()
         optimizer.step()
     print(f"loss of the last batch: {loss.item():.2f} (guessing: {math.log(vocabulary):.2f})")
@@ -115,21 +103,24 @@ def train(params: list, dialect: bool, num_steps: int, lr: float) -> None:
 
 train(list(model.parameters()), dialect=False, num_steps=1500, lr=3e-3)
 
-gpt2.requires_grad_(False)
-for block in gpt2.transformer.h:
+model.requires_grad_(False)
+for block in model.transformer.h:
     block.attn.c_attn = LoRA(block.attn.c_attn, rank=2)
     block.mlp.c_fc = LoRA(block.mlp.c_fc, rank=2)
-adapters = {n: p for n, p in model.named_parameters() if n.endswith((".A", ".B"))}
-print(f"{sum(p.numel() for p in adapters.values())} parameters in the adapters")
-train(list(adapters.values()), dialect=True, num_steps=500, lr=1e-2)
+adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+print(f"{sum(p.numel() for p in adapters)} parameters in the adapters")
+train(adapters, dialect=True, num_steps=500, lr=1e-2)
 batches = make_batches(dialect=True)
 
 # %%
 # Curvature of the adapters
 # -------------------------
+#
+# ``problem`` returns what all operators take: the model as a function to logits, its loss, the
+# parameters that require gradients, and the data.
 
-H = HessianLinearOperator(model, loss_func, adapters, batches)
-G = GGNLinearOperator(model, loss_func, adapters, batches)
+arguments = problem(model, batches)
+H, G = HessianLinearOperator(*arguments), GGNLinearOperator(*arguments)
 found = {
     name: eigsh(A, k=8, which="LA", tol=1e-3, seed=0) for name, A in [("Hessian", H), ("GGN", G)]
 }
@@ -140,20 +131,19 @@ print(f"smallest eigenvalue of the Hessian: {float(smallest[0]):.2e}")
 # KFAC and a Laplace approximation
 # --------------------------------
 #
-# Each adapter is a matrix that multiplies its input, so it has a Kronecker-factored block. A
-# posterior adds up log-likelihoods: the loss has ``reduction="sum"``.
+# Each adapter is a matrix that multiplies its input, so it has a Kronecker-factored block. The loss
+# is the mean over all tokens that are predicted. A posterior adds up their log-likelihoods.
 
-loss_sum = nn.CrossEntropyLoss(ignore_index=-100, reduction="sum")
-K = KFACLinearOperator(model, loss_sum, adapters, batches, mc_samples=10)
+K = KFACLinearOperator(*arguments, mc_samples=10)
 assert {block.structure for block in K.report()} == {"kronecker"}
 
+num_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
 prior_precision = 100.0
-posterior = K.damped(prior_precision).inverse()
+posterior = (num_tokens * K).damped(prior_precision).inverse()
 draws = posterior.sample(torch.Generator().manual_seed(0), num_samples=20)
 
 with torch.no_grad():
-    X, y = batches[0]
-    is_target = y != -100
+    is_target = batches[0]["labels"][:, 1:] != -100
     probabilities = []
     for draw in draws.T:
         sampled = copy.deepcopy(model)
@@ -161,11 +151,11 @@ with torch.no_grad():
         for name, param in sampled.named_parameters():
             if name in changes:
                 param += changes[name]
-        probabilities.append(sampled(X).softmax(1))
-    mean = torch.stack(probabilities).mean(0)
+        probabilities.append(sampled(**batches[0]).logits[:, :-1].softmax(2))
+    p, mean = model(**batches[0]).logits[:, :-1].softmax(2), torch.stack(probabilities).mean(0)
     entropies = {
-        "one set of adapters": -(p := model(X).softmax(1)).mul(p.log()).sum(1),
-        "Laplace approximation": -mean.mul(mean.log()).sum(1),
+        "one set of adapters": -p.mul(p.log()).sum(2),
+        "Laplace approximation": -mean.mul(mean.log()).sum(2),
     }
 
 # %%
