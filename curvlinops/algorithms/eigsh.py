@@ -21,6 +21,8 @@ from curvlinops.support.rng import check_source, read_generator
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
+#: Norms above this can be trusted, also in float64.
+_SMALL = 1e-100
 #: Restarts recombine the basis in parts of about this many bytes.
 _PART = 16 * 2**20
 #: The chance that a random unit vector of n entries has a part below ``_CHANCE * n**-0.5`` along a
@@ -559,7 +561,7 @@ class LanczosBasis:
             W.addmm_(coefficients.T, rows, alpha=-1)
             H[first:, start:] += coefficients.double().cpu()
         Q, R = self._orthonormal(W, self.rounding, end)
-        if len(Q) and self._smallest(R) < 0.1 * largest:
+        if len(Q) and float(R if len(W) == 1 else torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
             rows = self._rows[:end]
             Q, correction = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, end)
@@ -711,18 +713,14 @@ class LanczosBasis:
         A basis of the given size leaves ``D - size`` directions, which limits r.
         """
         most = self._matrix.shape[0] - size
-        if len(W) == 1:
-            norm = self._space.norms(W)
+        # squares of smaller numbers vanish
+        if len(W) == 1 and float(norm := self._space.norms(W)) > _SMALL:
             rank = min(int(norm > negligible), most)
             return (W / norm.to(W))[:rank], norm[:rank, None].cpu()
         Q, R = self._space.qr(W)
         U, S, Vt = torch.linalg.svd(R.double().cpu())
         rank = min(int((S > negligible).sum()), most)
         return U[:, :rank].T.to(W) @ Q, S[:rank, None] * Vt[:rank]
-
-    def _smallest(self, R: Tensor) -> float:
-        """Return the smallest singular value of a factor of ``_orthonormal``."""
-        return float(R if R.numel() == 1 else torch.linalg.svdvals(R)[-1])
 
     def _set_pending(self, Q: Tensor, B: Tensor) -> None:
         end = self.size + len(Q)

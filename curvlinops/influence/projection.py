@@ -59,10 +59,12 @@ class Projection:
         sizes = [view.size // (groups * num_outputs) for view in self.views]
         pieces = [None] if self.inputs is None else self.inputs.split(sizes, dim=2)
         return total(
-            gradient.projected(KroneckerShape(groups, num_outputs, size, view), B, A).flatten(2)
+            gradient.projected(
+                KroneckerShape(groups, num_outputs, size, view),
+                list(zip_longest(*([None] if P is None else P for P in (self.outputs, inputs)))),
+            ).flatten(2)
             for view, size, inputs in zip(self.views, sizes, pieces, strict=True)
             if view.name == name
-            for B, A in zip_longest(*([None] if P is None else P for P in (self.outputs, inputs)))
         )
 
 
@@ -121,8 +123,9 @@ def preconditioned_projections(
 ) -> Projections:
     """Return random projections of each block's ``(F + damping I)^(-1/2) G``.
 
-    The mean of inner products over the seeds is that of ``(F + damping I)^-1``. Blocks of one
-    factor, of which there is no second one, keep ``rank ** 2`` numbers.
+    The root is a sum of a few Kronecker products. The mean of inner products over the seeds is that
+    of this sum, which is close to ``(F + damping I)^-1``. Blocks of one factor, of which there is
+    no second one, keep ``rank ** 2`` numbers.
     """
     pairs, generator = zip(structure, structure.layouts, strict=True), seeded("cpu", seed)
     return tuple(_of_block(block, layout, rank, damping, generator) for block, layout in pairs)

@@ -1,7 +1,6 @@
 """Preconditioned gradients of queries, and scores of training samples with them."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,15 +41,16 @@ def preconditioned(
             K once.
 
     Returns:
-        ``[D, K]``; with ``rank``, what ``low_rank`` returns.
+        ``[D, Q]`` for Q queries; with ``rank``, what ``low_rank`` returns.
 
     Raises:
         ValueError: If K has other parameters, or is singular without damping; if parameters are
             sharded.
     """
     inverse = _damped_inverse(queries, K, relative_damping)
-    if rank is None:
-        return inverse @ queries.dense().T
+    if rank is None or not queries.shape[0]:
+        P = inverse @ queries.dense().T
+        return P if rank is None else queries.low_rank(P, rank)
     parts, order = [], []
     for places, gradients in _dense(queries):
         parts.append(queries.low_rank(inverse @ gradients.T, rank))
@@ -69,7 +69,7 @@ def self_scores(
     """
     inverse, out = _damped_inverse(rows, K, relative_damping), rows.codomain.zeros(1)[""][0]
     for places, gradients in _dense(rows):
-        out[places] = (gradients * (inverse @ gradients.T).T).sum(1)
+        out[places] = (gradients * (inverse @ gradients.T).T).sum(1).to(out)
     return out
 
 
@@ -79,7 +79,8 @@ def score_batches(
     """Yield ``rows.scores(P)`` batch by batch, so that N K numbers are never in memory.
 
     A batch is read and computed when it is asked for. Between batches, model and random number
-    generators are as the caller leaves them.
+    generators are as the caller leaves them: a model that draws random numbers draws other ones
+    than in ``rows.scores``.
 
     Args:
         rows: The gradients of the training samples.
@@ -92,12 +93,7 @@ def score_batches(
     Raises:
         ValueError: See ``rows.scores``; if P requires gradients, or parameters are sharded.
     """
-    check_gradients(rows)
-    columns, is_vector = rows._read(P)
-    if is_followed({name: x for name, x in columns.items() if isinstance(x, Tensor)}):
-        raise ValueError("Scores of batches are not differentiable: detach the vectors.")
-    of = partial(rows._scores_of, columns, is_vector, per_position)
-    slices = RowSlices(rows._all.dim)
+    of, slices = _scoring(rows, P, per_position), RowSlices(rows._all.dim)
 
     def found() -> Iterator[tuple[Tensor, Tensor]]:
         for number, batch in enumerate(apart(rows.data)):
@@ -115,22 +111,21 @@ def top_scores(
 ) -> torch.return_types.topk:
     """Return ``rows.scores(P).topk(k, 0, largest)``: ``values`` and ``indices``, ``[k, K]``.
 
-    Only these and the scores of one batch are in memory.
+    Only these and the scores of one batch are in memory. Of equal scores, any may be returned.
 
     Args:
         rows: The gradients of the training samples.
         P: K vectors, see ``score_batches``.
-        k: How many.
+        k: The number of rows for each vector.
         largest: Whether to return the largest or the smallest ones.
 
     Raises:
         ValueError: If there are fewer than k rows; see ``score_batches``.
     """
-    check_gradients(rows)
+    of, best = _scoring(rows, P), None
     if check_count("k", k) > rows.shape[0]:
         raise ValueError(f"k is {k}, but there are {rows.shape[0]} rows.")
-    best = None
-    for some, scores in score_batches(rows, P):
+    for _, some, scores in rows._by_batch("leading scores", of):
         numbers = some.reshape(-1, *[1] * (scores.ndim - 1)).expand_as(scores)
         if best is not None:
             scores, numbers = torch.cat([best[0], scores]), torch.cat([best[1], numbers])
@@ -139,8 +134,19 @@ def top_scores(
     return torch.return_types.topk(best)
 
 
+def _scoring(
+    rows: PerSampleGradientLinearOperator, P: Any, per_position: bool = False
+) -> Callable[[BatchProblem], Tensor]:
+    """Return a function that computes the scores of all rows of a batch."""
+    check_gradients(rows)
+    columns, is_vector = rows._read(P)
+    if is_followed({name: x for name, x in columns.items() if isinstance(x, Tensor)}):
+        raise ValueError("Scores of batches are not differentiable: detach the vectors.")
+    return rows._scoring(columns, is_vector, per_position)
+
+
 def check_gradients(rows: Any) -> None:
-    """Refuse what are no gradients of samples with whole parameters."""
+    """Refuse anything but gradients of samples with whole parameters."""
     if not isinstance(rows, PerSampleGradientLinearOperator):
         raise TypeError(
             "Gradients of samples must be a PerSampleGradientLinearOperator, got "

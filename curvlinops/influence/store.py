@@ -37,7 +37,7 @@ from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of files. It changes when older ones cannot be read any more.
 _FORMAT = "gradients 2"
-#: What waits in memory for its file has at most so many bytes, besides those of one batch.
+#: A file is written when gradients of this many bytes wait for it.
 _BYTES = 2**28
 #: The beginning of the name of the file that is read before others.
 _FIRST = "-"
@@ -117,8 +117,8 @@ class GradientStore:
 
         A layer's gradient, ``sum_s g_s x_s^T`` with inputs x and output gradients g, becomes
         ``sum_s (P_B^T g_s) (P_A^T x_s)^T``, with at most ``rank ** 2`` numbers, and is not formed.
-        With a basis it is multiplied by the root of the damped inverse before, as a sum of eight
-        Kronecker products, and the mean of scores over the seeds is that of the damped inverse.
+        With a basis it is first multiplied by an approximate root of the damped inverse: a sum of
+        eight Kronecker products. The mean of scores over the seeds is that of this sum.
         All parameters take part. Those of normalization layers, and biases that have a block of
         their own, keep at most ``rank ** 2`` numbers, too. It takes one pass over the data. If a
         run is killed, the same call continues it: what is there is not computed again.
@@ -131,7 +131,7 @@ class GradientStore:
             basis: KFAC or EKFAC, or what ``write_factors`` and ``load`` return, on the same
                 parameters. Default: the mean of the projected gradients' outer products, for each
                 parameter alone.
-            relative_damping: The damping, relative to the mean eigenvalue. Scores have it, too.
+            relative_damping: The damping of scores, relative to the mean eigenvalue.
             seed: Seeds the random columns.
 
         Returns:

@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.covariance import second_moment
-from curvlinops.layers.gradients import PerSampleGradient, squared_sum, total
+from curvlinops.layers.gradients import PerSampleGradient, Sides, squared_sum, total
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import recorded
 
@@ -129,14 +129,17 @@ class FactoredGradient(PerSampleGradient):
         values, shape = self.values(samples), self.kronecker_shape
         return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
 
-    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
         """Return the products of matrices with columns, of projected factors if it has these."""
         related = relation(self.kronecker_shape, shape)
         if related is None:
-            return super().projected(shape, outputs, inputs)
-        sides = (outputs, inputs) if related == "same" else (inputs, outputs)
-        pairs = self.positions_in(*sides)
-        out = torch.cat([torch.einsum("vnsgp,nsgq->vngpq", g, x) for x, g in pairs], dim=1)
+            return super().projected(shape, terms)
+
+        def product(sides: Sides) -> Tensor:
+            pairs = self.positions_in(*(sides if related == "same" else sides[::-1]))
+            return torch.cat([torch.einsum("vnsgp,nsgq->vngpq", g, x) for x, g in pairs], dim=1)
+
+        out = total(map(product, terms))
         return out if related == "same" else out.mT
 
     def squares_in_basis(

@@ -19,6 +19,9 @@ from curvlinops.structured.layout import ParameterView
 #: Temporary tensors are kept below this size, where a quantity can be computed in parts.
 BYTES = 32 * 2**20
 
+#: Columns B ``[g, O, p]`` and A ``[g, I, q]`` of a product ``B^T G A``; ``None`` for the identity.
+Sides = tuple[Tensor | None, Tensor | None]
+
 #: The number of entries that a processor's cache holds.
 _CACHED = 2**18
 
@@ -173,13 +176,12 @@ class PerSampleGradient(ABC):
         """Return all inner products with other gradients, ``[V, N, W, M]``."""
         raise NotImplementedError
 
-    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-        """Return the products ``outputs^T G inputs`` with matrices G, ``[V, N, g, p, q]``.
+    def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
+        """Return sums of products ``B^T G A`` with matrices G, ``[V, N, g, p, q]``.
 
         Args:
             shape: The ``KroneckerShape`` of G, ``[g, O, I]``: some entries of the parameter.
-            outputs: Columns ``[g, O, p]``; ``None`` for those of the identity.
-            inputs: Columns ``[g, I, q]``; ``None`` for those of the identity.
+            terms: B and A of each product.
         """
         groups, num_outputs, num_inputs, view, *_ = shape
         pieces = []
@@ -188,9 +190,7 @@ class PerSampleGradient(ABC):
             matrices = view.of(rows.flatten(0, 1)).reshape(
                 *rows.shape[:2], groups, num_outputs, num_inputs
             )
-            if outputs is not None:
-                matrices = outputs.mT @ matrices
-            pieces.append(matrices if inputs is None else matrices @ inputs)
+            pieces.append(total(_between(matrices, *sides) for sides in terms))
         return torch.cat(pieces, dim=1)
 
     def plus(self, others: Sequence["PerSampleGradient"]) -> "PerSampleGradient | None":
@@ -241,9 +241,9 @@ class GradientSum(PerSampleGradient):
         """Return the inner products: the sum of those of the summands."""
         return total(summand.products(columns) for summand in self._summands)
 
-    def projected(self, shape: tuple, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
         """Return the projected gradients: the sum of those of the summands."""
-        return total(summand.projected(shape, outputs, inputs) for summand in self._summands)
+        return total(summand.projected(shape, terms) for summand in self._summands)
 
     def to(self, dtype: torch.dtype) -> "GradientSum":
         """Return the same gradients in another dtype."""
@@ -281,6 +281,12 @@ class PulledBackGradient(PerSampleGradient):
     def to(self, dtype: torch.dtype) -> "PulledBackGradient":
         """Return the same gradients in another dtype."""
         return PulledBackGradient(self._inner.to(dtype), self._pullback, self.shape)
+
+
+def _between(matrices: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
+    """Return ``B^T G A``, see ``Sides``."""
+    matrices = matrices if outputs is None else outputs.mT @ matrices
+    return matrices if inputs is None else matrices @ inputs
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:

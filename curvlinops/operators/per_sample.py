@@ -305,9 +305,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: A vector ``[D]``, K vectors as columns ``[D, K]``, a list or dictionary of tensors
                 ``[*shape, K]``, or the result of ``low_rank``.
             out: A directory to which scores are written every half a minute, and at the end. If a
-                run is killed, the same call continues it: what is there is not computed again. It
-                must be of the same options, model, loss, vectors and first batch, which are
-                compared by numbers.
+                run is killed, the same call continues it: scores that were written are not computed
+                again. They must belong to the same options, model, loss, vectors and first batch,
+                which are compared by numbers.
             per_position: Whether to return what each of a sequence's T positions adds,
                 ``[N, T, K]``: the inner products with the part of the gradient that goes through
                 the layers at this position. Their sum over positions is the sequence's score. Rows
@@ -333,8 +333,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         is_whole = isinstance(P, LowRankColumns)
         if not is_whole:
             self._check_number(shape_of(columns)[0])
-        if per_position and self.terms == "term":
-            raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
+        of = self._scoring(vectors, is_vector, per_position)
         if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
             if per_position or out is not None:
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
@@ -346,27 +346,27 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if out is not None:
             out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
         table = ScoreTable(self.shape[0], like, out, identity)
-        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
-        of = partial(self._scores_of, vectors, is_vector, per_position)
         with self.risk.adding.sharing({} if is_whole else columns), table:
             for number, rows, scores in self._by_batch("scores", of, table.done):
                 table.add(rows, scores, number)
         found = empty if table.scores is None else table.scores
         return found.cpu().numpy() if isinstance(P, np.ndarray) else found
 
-    def _scores_of(
-        self,
-        columns: Mapping[str, Tensor | LowRank],
-        is_vector: bool,
-        per_position: bool,
-        problem: BatchProblem,
-    ) -> Tensor:
-        """Return the scores of all rows of a batch."""
-        if per_position:
-            scores = products_by_position(problem, columns, type(self).__name__)
-        else:
-            scores = products(self._rows_of(problem), columns)
-        return scores[..., 0] if is_vector else scores
+    def _scoring(
+        self, columns: Mapping[str, Tensor | LowRank], is_vector: bool, per_position: bool
+    ) -> Callable[[BatchProblem], Tensor]:
+        """Return a function that computes the scores of all rows of a batch."""
+        if per_position and self.terms == "term":
+            raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+
+        def of(problem: BatchProblem) -> Tensor:
+            if per_position:
+                scores = products_by_position(problem, columns, type(self).__name__)
+            else:
+                scores = products(self._rows_of(problem), columns)
+            return scores[..., 0] if is_vector else scores
+
+        return of
 
     def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:
         """Return vectors as columns, and whether they are one vector without an axis for K."""

@@ -146,9 +146,9 @@ def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -
 def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
     """Return the output, the tensors that must repeat, and a hash of the graph's operations.
 
-    The output must repeat, or the loss and perhaps its gradient. The gradient of a loss that
-    repeats repeats, too, unless the model draws random numbers that cancel in the loss, or the
-    backward pass runs the user's code.
+    The output must repeat, or the loss and perhaps its gradient. If the loss repeats, so does
+    its gradient, unless the model draws random numbers that cancel in the loss, or the backward
+    pass runs the user's code.
     """
     states, found = GeneratorStates(), dict[str, Tensor]()
     with problem.recording("once", is_summed=False) as (_, leaves, output):

@@ -106,7 +106,7 @@ def preserved_rng() -> Iterator[None]:
 
 
 def apart(items: Iterable) -> Iterator[Any]:
-    """Iterate over what may draw random numbers; between items, the caller's numbers go on."""
+    """Iterate over items whose source may draw random numbers, apart from the caller's."""
     end, states = object(), None
     while True:
         with preserved_rng():

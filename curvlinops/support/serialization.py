@@ -105,7 +105,8 @@ def from_state(
             "Factors of KFAC and EKFAC are read by the method load(path) of an operator with "
             "model, loss and data; structured operators, such as inverses, by curvlinops.load(path)"
             "; scores by the method scores(P, out=path) that wrote them; gradients by "
-            "curvlinops.influence.GradientStore(path)."
+            "curvlinops.influence.GradientStore(path). A file of an earlier format must be written "
+            "again."
         )
     if not isinstance(value, cls):
         raise ValueError(f"{source} has a {type(value).__name__}, no {cls.__name__}.")

@@ -173,9 +173,9 @@ def _is_from(package: str, function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(package)
 
 
-def fsdp_policies(module: nn.Module) -> list[Any]:
+def fsdp_policy(module: nn.Module) -> Any:
     """Return the ``MixedPrecisionPolicy`` with which a module was sharded, if it was."""
-    return [x._get_fsdp_state()._mp_policy for x in _fsdp_modules([module])]
+    return module._get_fsdp_state()._mp_policy if _fsdp_modules([module]) else None
 
 
 def fsdp_dtypes(module: nn.Module) -> dict[int, torch.dtype]:

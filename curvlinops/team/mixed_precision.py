@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.support.pytree import map_leaves
-from curvlinops.support.torch_internals import forward_hooks, fsdp_policies, is_fsdp_hook
+from curvlinops.support.torch_internals import forward_hooks, fsdp_policy, is_fsdp_hook
 
 
 def check_policy(where: str, module: nn.Module) -> None:
@@ -16,21 +16,20 @@ def check_policy(where: str, module: nn.Module) -> None:
     Raises:
         TypeError: If there is one.
     """
-    for policy in fsdp_policies(module):
-        if policy.param_dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
-            raise TypeError(
-                f"{where} is sharded with MixedPrecisionPolicy(param_dtype={policy.param_dtype}), "
-                "whose range is too narrow for products with arbitrary vectors. Use "
-                "torch.bfloat16, which has the range of float32, or omit param_dtype."
-            )
+    dtype = getattr(fsdp_policy(module), "param_dtype", None)
+    if dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(
+            f"{where} is sharded with MixedPrecisionPolicy(param_dtype={dtype}), whose range is "
+            "too narrow for products with arbitrary vectors. Use torch.bfloat16, which has the "
+            "range of float32, or omit param_dtype."
+        )
 
 
 def casting_hooks(module: nn.Module) -> list[tuple[dict, dict]]:
     """Return a module's tables of forward hooks, and these with only the casts of FSDP's hooks."""
-    inputs = outputs = None
-    for policy in fsdp_policies(module):
-        inputs = policy.param_dtype if policy.cast_forward_inputs else None
-        outputs = policy.output_dtype
+    policy = fsdp_policy(module)
+    inputs = policy.param_dtype if policy and policy.cast_forward_inputs else None
+    outputs = policy and policy.output_dtype
 
     def cast_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         return _cast(args, inputs), _cast(kwargs, inputs)

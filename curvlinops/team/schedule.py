@@ -10,8 +10,8 @@ class Schedule:
     """The requests of a process on earlier batches, in their order."""
 
     def __init__(self) -> None:
-        #: By task and first request: those that followed on the latest batch, if they were the same
-        #: on the one before, and in any case.
+        #: By task and first request, a pair: the requests that followed, if the latest two batches
+        #: agree, else none; and those of the latest batch.
         self._known: dict[tuple, tuple[tuple, tuple]] = {}
         self._task: Hashable = None
         self._requests: list[Any] = []

@@ -298,6 +298,8 @@ class Shards(Whole):
             self._depth -= 1
             if not self._depth:
                 self.forget()
+                self._agreed.clear()  # settling may have failed
+                self._ahead = None
 
     def settle(self) -> None:
         """Serve the requests of other processes until none has any more."""
@@ -580,7 +582,7 @@ class Shards(Whole):
         return GatheringTable(contents, self, leaves) if is_any else None
 
     def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
-        """Return a module's tables of hooks, and what is left of them, see ``casting_hooks``."""
+        """Return a module's tables of hooks, and their replacements, see ``casting_hooks``."""
         return casting_hooks(module)
 
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:

@@ -22,8 +22,8 @@ class KFACPreconditioner:
     Kullback-Leibler divergence; ``nu = min(1, sqrt(clip / (lr^2 d^T g)))`` bounds that (Ba et al.,
     Distributed second-order optimization using Kronecker-factored approximations, ICLR 2017).
 
-    Parameters of the optimizer that ``K`` does not have keep their gradients. A parameter of ``K``
-    without a gradient counts as zero, and gets no direction.
+    Parameters of the optimizer that ``K`` does not have keep their gradients. For a parameter
+    of ``K``, a missing gradient counts as zero, and it gets no direction.
 
     The factors are those of the model in eval mode: batch normalization in train mode couples the
     samples of a batch, and dropout makes the model random. Both are refused by ``K``. So build

@@ -96,6 +96,23 @@ def test_low_rank(name: str):
         torch.testing.assert_close(low.error_by_parameter, whole.error_by_parameter)
 
 
+@pytest.mark.parametrize("rank", [None, 1])
+def test_no_queries(rank: int | None):
+    p = problems.make("mlp-ce-mean")
+    P = preconditioned(rows_of(p, subsampling=[]), ekfac_of(p), rank=rank)
+    assert rows_of(p).scores(P).shape == (5, 0)
+
+
+def test_curvature_of_another_dtype():
+    p = problems.make("mlp-ce-mean")
+    E = ekfac_of(p)
+    expected = self_scores(rows_of(p), E)
+    p.model.float()
+    low = replace(p, params=list(p.model.parameters()), data=[(X.float(), y) for X, y in p.data])
+    found = self_scores(rows_of(low), E)
+    assert found.dtype == torch.float32 and error(found, expected) <= 1e-5
+
+
 def test_memory_of_queries():
     """Whole vectors are in memory for one batch of queries at a time."""
     torch.manual_seed(0)
@@ -272,6 +289,11 @@ REFUSED = {
     "k": (lambda p, r, P: top_scores(r, P, 6), ValueError, "k is 6, but there are 5 rows"),
     "no k": (lambda p, r, P: top_scores(r, P, 0), ValueError, "k must be"),
     "vectors": (lambda p, r, P: score_batches(r, P[1:]), ValueError, "length|shape"),
+    "positions of terms": (
+        lambda p, r, P: score_batches(rows_of(p, terms="term"), P, per_position=True),
+        ValueError,
+        "per_position",
+    ),
     "followed": (lambda p, r, P: score_batches(r, P.requires_grad_()), ValueError, "detach"),
 }
 
