@@ -245,10 +245,11 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     """Prepare one product with one column, whose ``J v`` is a tangent.
 
     Autograd records the tangents, too, if ``J v`` and the graph for ``J^T`` come from one forward
-    pass, and needs two to four times the memory. A larger graph is therefore built in a pass of
-    its own, after one for the tangents alone.
+    pass, and needs two to four times the memory; with checkpoints, many times. A larger graph is
+    therefore built in a pass of its own, after one for the tangents alone.
     """
-    together = room_for(2, problem.facts.graph_bytes, problem.space.device)
+    facts = problem.facts
+    together = room_for(2, facts.graph_bytes, problem.space.device) and not facts.has_checkpoints
     linearize = _record_with_tangent if together else _record_after_tangent
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:

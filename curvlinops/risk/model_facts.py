@@ -16,6 +16,7 @@ from curvlinops.support.autograd_graph import (
     custom_functions,
     footprint,
     graph_nodes,
+    has_hooks_on_saved,
     leaf_variables,
     precisions,
     signature,
@@ -62,6 +63,8 @@ class ModelFacts:
         rules: The rules of layers; ``None`` until they are needed.
         is_evaluated: Whether the model was evaluated, so that it was ``learn``ed from.
         graph_bytes: The memory of the graph, in bytes.
+        has_checkpoints: Whether hooks replace what the graph saves, as checkpoints do, which
+            ``graph_bytes`` does not count.
         hooks: The names of hooks that the model registers on tensors, which may change gradients.
         differentiates: Whether the model differentiates itself, as meta-learning does, so that its
             parameters have to require gradients in each evaluation.
@@ -86,6 +89,7 @@ class ModelFacts:
     rules: Rules | None = None
     is_evaluated: bool = False
     graph_bytes: int = 0
+    has_checkpoints: bool = False
     hooks: frozenset[str] = frozenset()
     differentiates: bool = False
     stops_gradients: bool = False
@@ -101,6 +105,7 @@ class ModelFacts:
     def learn(self, watch: "Watch", output: Tensor) -> None:
         """Learn from the model's first evaluation, and its output."""
         self.is_evaluated, self.graph_bytes = True, footprint([output])
+        self.has_checkpoints = any(map(has_hooks_on_saved, graph_nodes(output)))
         self.hooks, self.differentiates = frozenset(watch.hooks), watch.differentiates
         self.stops_gradients = watch.stops_gradients
 

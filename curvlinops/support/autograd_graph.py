@@ -148,8 +148,11 @@ def _is_custom(node: Any) -> bool:
 
 def runs_python(node: Any) -> bool:
     """Return whether a node runs the user's code: its backward, or hooks on what it has saved."""
-    if _is_custom(node):
-        return True
+    return _is_custom(node) or has_hooks_on_saved(node)
+
+
+def has_hooks_on_saved(node: Any) -> bool:
+    """Return whether hooks have replaced tensors that a node saves, as in checkpoints."""
     for value in saved_values(node):
         held = getattr(value, "data", None)
         if held is not None and not isinstance(held, Tensor):

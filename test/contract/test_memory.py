@@ -16,6 +16,7 @@ from small import CE, MSE, batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import curvlinops
 from curvlinops import TorchLinearOperator
@@ -50,9 +51,22 @@ def test_construction_needs_one_gradient_of_one_batch(case: str):
     assert live.now <= 1000
 
 
+def in_checkpoints(batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """The same in checkpoints of three layers each, with a small graph."""
+    model, X, y = deep(batch)
+
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        for part in m.parts:
+            x = checkpoint(part, x, use_reentrant=False)
+        return x
+
+    return Using(forward, parts=nn.ModuleList(model[i : i + 3] for i in range(0, 18, 3))), X, y
+
+
+@pytest.mark.parametrize("make", [deep, in_checkpoints])
 @pytest.mark.parametrize("case", ["ggn", "fisher"])
-def test_single_products_need_little_more_than_a_gradient(case: str):
-    model, X, y = deep(10000)
+def test_single_products_need_little_more_than_a_gradient(case: str, make):
+    model, X, y = make(10000)
     operator = build(case, model, X, y)
     v = vectors(operator)
     assert max(LiveBytes().peaks(lambda: operator @ v)) <= 1.5 * gradient_peak(model, X, y)
