@@ -1,6 +1,6 @@
 r"""
 Long sequences: what a product costs, and where the curvature comes from
-=======================================================================
+========================================================================
 
 Attention weighs every pair of tokens. An exact product with a Hessian or a generalized Gauss-Newton
 matrix (GGN) differentiates these weights, and PyTorch's own way keeps all of them: memory grows
