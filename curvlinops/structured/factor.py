@@ -12,6 +12,7 @@ from curvlinops.structured.linalg import (
     eigenpairs,
     is_symmetric,
     power,
+    rounding_errors,
     shifted,
     signed_logarithm,
     symmetrized,
@@ -134,7 +135,7 @@ class Factor:
             return signed_logarithm(self.tensor)
         if not self.symmetric:
             return self._slogdet_by_lu()
-        _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps, self.psd)
+        _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps)
         if bool(valid.all()):
             return torch.ones_like(logarithm), logarithm
         sign, wide = signed_logarithm(self.eigh(in_float64=True)[0])
@@ -184,7 +185,8 @@ class Factor:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
         if not self.is_decomposed(in_float64):
             values, vectors = eigenpairs(self.tensor, name, torch.float64 if in_float64 else None)
-            self.decomposition = without_rounding(values, self.eps, self.psd), vectors
+            errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
+            self.decomposition = without_rounding(values, errors, self.psd), vectors
         values, vectors = self.decomposition
         return values, Factor(vectors, symmetric=False)
 
@@ -202,7 +204,7 @@ class Factor:
         if self.is_diagonal:
             return self.shifted(shift).power(-1.0, name)
         shifts = shift.flatten() if isinstance(shift, Tensor) else shift
-        inverse, _, valid = cholesky_inverse(self.tensor, shifts, self.eps, self.psd, accurate)
+        inverse, _, valid = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
         if bool(valid.all()):
             return Factor(inverse, symmetric=True, psd=self.psd)
         del inverse

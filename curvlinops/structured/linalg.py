@@ -6,8 +6,6 @@ of an ``n x n`` matrix. They are zero. A matrix with such an eigenvalue is singu
 inverse, and its log-determinant is minus infinity.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,22 +25,48 @@ def tolerance(size: int, eps: float) -> float:
     return max(10.0, size**0.5) * eps
 
 
-def without_rounding(values: Tensor, eps: float, psd: bool) -> Tensor:
+def rounding_errors(matrices: Tensor, vectors: Tensor, eps: float, psd: bool) -> Tensor:
+    """Return how large quadratic forms ``v^T A v`` may be by rounding errors of entries alone.
+
+    An entry of a sum of squares is wrong by at most ``eps sqrt(A_ii A_jj)``. So the quadratic form
+    of a vector that avoids the rows with large entries is known well, however large these are.
+
+    Args:
+        matrices: The symmetric matrices A, ``[G, n, n]``.
+        vectors: The vectors v as columns, ``[G, n, m]``.
+        eps: The rounding error of the entries of A.
+        psd: Whether A are positive semidefinite.
+
+    Returns:
+        The bounds, ``[G, m]``.
+    """
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    sizes = diagonal.abs() if psd else torch.linalg.vector_norm(matrices, dim=-1)
+    forms = (sizes.to(vectors).unsqueeze(-2) @ vectors.square()).squeeze(-2)
+    return tolerance(matrices.shape[-1], eps) * forms
+
+
+def without_rounding(values: Tensor, errors: Tensor, psd: bool) -> Tensor:
     """Return eigenvalues ``[..., n]``, with zeros in place of rounding errors.
 
     Args:
         values: Eigenvalues.
-        eps: The rounding error of the entries of the matrices.
-        psd: Whether the matrices are positive semidefinite. Then the lowest negative eigenvalue
-            shows how large the rounding errors are at least.
+        errors: The rounding errors of their matrices' entries along the eigenvectors,
+            ``[..., n]``, see ``rounding_errors``.
+        psd: Whether the matrices are positive semidefinite. Then negative eigenvalues show how
+            large the rounding errors are at least.
     """
     if values.numel() == 0:
         return values
+    # what the decomposition itself adds
+    computed = torch.finfo(values.dtype).eps
     sizes = values.abs()
-    limit = tolerance(values.shape[-1], eps) * sizes.amax(-1, keepdim=True)
+    largest = sizes.amax(-1, keepdim=True)
+    errors = errors.to(values).maximum(tolerance(values.shape[-1], computed) * largest)
     if psd:
-        limit = limit.maximum(-10 * values.amin(-1, keepdim=True))
-    return values.masked_fill(sizes <= limit, 0)
+        excess = (-10 * values / errors).amax(-1, keepdim=True).nan_to_num(0.0)
+        errors = errors * excess.clamp(min=1)
+    return values.masked_fill(sizes <= errors, 0)
 
 
 def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: float) -> Tensor:
@@ -152,91 +176,72 @@ def eigenpairs(
 
 
 def cholesky_inverse(
-    matrix: Tensor, shift: Tensor | float, eps: float, psd: bool, accurate: bool = True
+    matrix: Tensor, shift: Tensor | float, eps: float, accurate: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert matrices ``A + shift I`` by Cholesky decompositions, where they are well conditioned.
+    """Invert matrices ``A + shift I`` by Cholesky decompositions, where three digits are right.
 
     The matrices are decomposed in their dtype, and those that are too ill-conditioned for it in
-    float64. Frobenius norms bound the condition numbers.
+    float64.
 
     Args:
         matrix: The symmetric matrices A, ``[G, n, n]``.
         shift: A number, or one for each matrix, ``[G]``.
         eps: The rounding error of the entries of A.
-        psd: Whether they are positive semidefinite.
         accurate: Whether float64 is used where float32 does not suffice.
 
     Returns:
         The inverses ``[G, n, n]``, the logarithms of the determinants ``[G]``, and which of these
-        are valid, ``[G]``. The other matrices are not positive definite, or too ill-conditioned.
+        are valid, ``[G]``. The other matrices are not positive definite, or rounding errors of
+        their entries may decide what their inverses are.
     """
     if matrix.numel() == 0:
         return matrix.clone(), matrix.new_zeros(len(matrix)), matrix.new_ones(len(matrix)).bool()
-
-    def attempt(A: Tensor, shift: Tensor | float, dtype: torch.dtype, limit: float) -> Any:
-        inverse, logarithm, norm = _invert(A, shift, dtype)
-        return inverse, logarithm, _condition(inverse, A, shift, norm, eps, psd) < limit
-
     if isinstance(shift, Tensor):
         shift = shift.to(matrix.device, torch.float64).expand(len(matrix))
-    limit = 1 / tolerance(matrix.shape[-1], eps)
-    if not accurate or matrix.dtype == torch.float64:
-        return attempt(matrix, shift, matrix.dtype, limit)
-    # about three digits are right
-    three_digits = min(limit, 2e-2 / torch.finfo(matrix.dtype).eps)
-    results = attempt(matrix, shift, matrix.dtype, three_digits)
-    valid = results[-1]
-    if not bool(valid.all()):
+    inverse, logarithm, error = _invert(matrix, shift, matrix.dtype, eps)
+    valid = error < 1e-3
+    if accurate and matrix.dtype != torch.float64 and not bool(valid.all()):
         left = (~valid).nonzero().squeeze(1)
         others = matrix if len(left) == len(matrix) else matrix[left]
         shifts = shift[left] if isinstance(shift, Tensor) else shift
-        repeated = attempt(others, shifts, torch.float64, limit)
-        for out, values in zip(results, repeated, strict=True):
-            out[left] = values.to(out.dtype)
-    return results
+        repeated, logarithms, errors = _invert(others, shifts, torch.float64, eps)
+        # without the rounding errors of the computation, those of the entries are smaller
+        valid[left] = errors < 1e-2
+        inverse[left], logarithm[left] = repeated.to(inverse), logarithms.to(logarithm)
+    return inverse, logarithm, valid
 
 
 def _invert(
-    matrix: Tensor, shift: Tensor | float, dtype: torch.dtype
+    matrix: Tensor, shift: Tensor | float, dtype: torch.dtype, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(A + shift I)^-1``, and log-determinants and Frobenius norms of ``A + shift I``.
+    """Return ``(A + shift I)^-1``, log-determinants, and relative errors of the inverses.
 
-    Norms of matrices that are not positive definite are infinite.
+    Errors are infinite where matrices are not positive definite. Else they are those that rounding
+    errors ``eps sqrt(A_ii A_jj)`` of the entries cause, in the Frobenius norm of
+    ``D^(1/2) (A + shift I)^-1 D^(1/2)``, where D is the diagonal: neither the decomposition nor the
+    bound depends on the scales of rows (Demmel, On floating point errors in Cholesky, 1989).
     """
     # one copy, column by column as in LAPACK: decomposition and inverse take its memory. Rows of
     # symmetric matrices are their columns
     A = matrix.to(dtype, copy=True, memory_format=torch.contiguous_format).mT
     diagonal = A.diagonal(dim1=-2, dim2=-1)
+    sizes = diagonal.abs()
     diagonal.add_(shift.unsqueeze(-1).to(dtype) if isinstance(shift, Tensor) else shift)
-    norm = torch.linalg.vector_norm(A, dim=(-2, -1))
+    sizes = sizes.maximum(diagonal)
     info = torch.empty(len(A), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(A, out=(A, info))
-    if bool(info.any()):
+    failed = info != 0
+    if bool(failed.any()):
         # a failed decomposition may have no inverse: it becomes the identity
-        failed = (info != 0).unsqueeze(-1)
-        A.masked_fill_(failed.unsqueeze(-1), 0.0)
-        diagonal.masked_fill_(failed, 1.0)
-        norm.masked_fill_(info != 0, torch.inf)
+        A.masked_fill_(failed.unsqueeze(-1).unsqueeze(-1), 0.0)
+        diagonal.masked_fill_(failed.unsqueeze(-1), 1.0)
     logarithm = 2 * diagonal.log().sum(-1)
-    return torch.cholesky_inverse(A, out=A), logarithm, norm
-
-
-def _condition(
-    inverse: Tensor, matrix: Tensor, shift: Tensor | float, norm: Tensor, eps: float, psd: bool
-) -> Tensor:
-    """Return bounds of the condition numbers of ``A + shift I``.
-
-    They are infinite where rounding errors of the entries of A may decide.
-    """
-    inverse_norm = torch.linalg.vector_norm(inverse, dim=(-2, -1))
-    if psd and isinstance(shift, Tensor):  # a smaller bound where many eigenvalues are zero
-        inverse_norm = inverse_norm.minimum(1 / shift.to(inverse.dtype))
-    elif psd and shift > 0:
-        inverse_norm = inverse_norm.clamp(max=1 / shift)
-    # rounding errors of entries must be less than a thousandth of the smallest eigenvalue
-    largest = matrix.diagonal(dim1=-2, dim2=-1).abs().amax(-1)
-    noise = 1e3 * eps * largest.to(inverse.dtype)
-    return (norm * inverse_norm).where(noise * inverse_norm < 1, torch.inf)  # also for NaN
+    inverse = torch.cholesky_inverse(A, out=A)
+    parts = zip(inverse.split(256, -2), sizes.split(256, -1), strict=True)
+    squares = sum(
+        ((rows.square() @ sizes.unsqueeze(-1)).squeeze(-1) * size).sum(-1) for rows, size in parts
+    )
+    return inverse, logarithm, (eps * squares.sqrt()).masked_fill(failed, torch.inf)
 
 
 def symmetrized(matrix: Tensor) -> Tensor:

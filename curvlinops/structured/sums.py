@@ -15,6 +15,7 @@ from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.linalg import (
     eigenpairs,
     power,
+    rounding_errors,
     shifted,
     signed_logarithm,
     tolerance,
@@ -318,4 +319,5 @@ def _common_basis(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor
     values, vectors = eigenpairs(middle, "A factor of a sum of Kronecker products")
     bases = (Q * root.unsqueeze(-2)) @ vectors, (Q / root.unsqueeze(-2)) @ vectors
     S, dual = (Factor(basis.to(second.tensor.dtype), symmetric=False) for basis in bases)
-    return S, dual, without_rounding(values, second.eps, second.psd)
+    errors = rounding_errors(second.dense().double(), bases[1], second.eps, second.psd)
+    return S, dual, without_rounding(values, errors, second.psd)
