@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from contextvars import ContextVar
 from functools import lru_cache, reduce
 from itertools import pairwise
 from math import isfinite
@@ -64,9 +63,6 @@ _LARGEST_DENSE = 4 * 2**30
 #: Bytes of vectors that ``to_dense`` multiplies at once.
 _DENSE_BLOCK = 64 * 2**20
 
-#: Whether ``linearized()`` is being entered for the caller's own code.
-IS_FOR_CALLER: ContextVar[bool] = ContextVar("is_for_caller", default=True)
-
 
 @contextmanager
 def all_linearized(
@@ -74,12 +70,8 @@ def all_linearized(
 ) -> Iterator[None]:
     """Linearize operators; inside, none of the caller's code runs, but perhaps a callback."""
     with ExitStack() as stack:
-        token = IS_FOR_CALLER.set(runs_callback)
-        try:
-            for operator in operators:
-                stack.enter_context(operator.linearized())
-        finally:
-            IS_FOR_CALLER.reset(token)
+        for operator in operators:
+            stack.enter_context(operator._linearized(runs_callback))
         yield
 
 
@@ -447,8 +439,7 @@ class TorchLinearOperator(LinearOperator):
         products = (lambda x: (self @ x).astype(dtype)), (lambda x: (self.T @ x).astype(dtype))
         return LinearOperator(self.shape, *products, products[0], dtype, products[1])
 
-    @contextmanager
-    def linearized(self) -> Iterator[None]:
+    def linearized(self) -> AbstractContextManager[None]:
         """Take model, loss and data as constant inside the context.
 
         Products share the work that does not depend on the vectors. The solvers and estimators of
@@ -457,9 +448,14 @@ class TorchLinearOperator(LinearOperator):
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)
         """
+        return self._linearized(True)
+
+    @contextmanager
+    def _linearized(self, is_compared: bool) -> Iterator[None]:
+        """Linearize; at the end, numbers of the model are compared if the caller's code ran."""
         with ExitStack() as stack:
             for operand in self._operands():
-                stack.enter_context(operand.linearized())
+                stack.enter_context(operand._linearized(is_compared))
             yield
 
     @in_default_modes

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache, partial
+from threading import get_ident
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
 from curvlinops.autodiff.used_modules import find_modules
-from curvlinops.linear_operator.operator import IS_FOR_CALLER, TorchLinearOperator
+from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses import LinearCrossEntropyLoss, Loss, wrap_loss
 from curvlinops.risk.agreement import COMPARES_ALWAYS, checksums_of, description
@@ -28,8 +29,6 @@ from curvlinops.risk.linearization import (
     Linearization,
     budget_of,
     check_cache,
-    linearization_of,
-    linearizing,
 )
 from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_count, check_flag
@@ -138,6 +137,7 @@ class DataLinearOperator(TorchLinearOperator):
             check_flag("check_deterministic", self.check_deterministic)
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
             self._fresh = FreshProducts()
+            self._linearizations = dict[int, Linearization]()  # by thread
             self._check_shards()
         with self._together("__init__", blocks=self._blocks), exclusive():
             self._check_model()
@@ -210,7 +210,7 @@ class DataLinearOperator(TorchLinearOperator):
             build: Builds it.
             task: The purpose, which identifies what is kept.
         """
-        shared = linearization_of(self)
+        shared = self._shared
         if shared is None:
             self._fresh.note(type(self).__name__, self.risk.model.params.values())
             with self._batches(task) as batches:
@@ -224,27 +224,38 @@ class DataLinearOperator(TorchLinearOperator):
             with self._batches(task) as batches:
                 yield shared.each(task, batches, build)
 
+    @property
+    def _shared(self) -> Linearization | None:
+        """What products share in this thread; ``None`` outside of ``linearized()``."""
+        return self._linearizations.get(get_ident())
+
     @contextmanager
-    def linearized(self) -> Iterator[None]:
+    def _linearized(self, is_compared: bool) -> Iterator[None]:
+        if self._shared is not None:
+            yield
+            return
+        shared = self._linearization(is_compared)
+        self._linearizations[get_ident()] = shared
+        try:
+            yield
+            self._compare(shared)
+        finally:
+            del self._linearizations[get_ident()]
+            shared.close()
+
+    def linearized(self) -> AbstractContextManager[None]:
         """Take model, loss and data as constant, so that products share graphs; see ``cache``.
 
         The first product keeps all work that does not depend on its vectors, batch by batch. Once
         all batches are kept, no data is read, moved or compared. The memory is freed at the end.
-        The context may be entered again inside, and belongs to the thread that enters it; in a
-        generator, it holds while the generator runs.
+        The context may be entered again inside, and belongs to the thread that enters it.
 
         Raises:
             RuntimeError: In products inside, if PyTorch tells that a parameter or buffer was
                 written to; at the end, if one has other numbers or was replaced. Other changes of
                 model, loss and data are not noticed.
         """
-        if linearization_of(self) is not None:
-            yield
-            return
-        linearization = self._linearization(IS_FOR_CALLER.get())
-        with linearizing(self, linearization):
-            yield
-            self._compare(linearization)
+        return self._linearized(True)
 
     @in_default_modes
     def _linearization(self, is_compared: bool) -> Linearization:
@@ -289,7 +300,7 @@ class DataLinearOperator(TorchLinearOperator):
         self, task: str, columns: Columns | None = None, **details: Any
     ) -> Iterator[Task]:
         """Let all processes pass over their data, see ``Team.task``."""
-        shared = linearization_of(self)
+        shared = self._shared
 
         def describe() -> tuple[dict[str, Any], dict[str, int]]:
             is_known = shared is not None and shared.is_synchronized
@@ -319,7 +330,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the process group, which the ranks have, and can copy."""
-        return vars(self) | {"process_group": None}
+        return vars(self) | {"process_group": None, "_linearizations": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -349,7 +360,7 @@ class DataLinearOperator(TorchLinearOperator):
 
         Operators that were built from it, such as sums, do not follow: build them again.
         """
-        if (shared := linearization_of(self)) is not None:
+        if (shared := self._shared) is not None:
             shared.close()  # kept graphs are on the other device
         with exclusive():
             self.risk.to(device := as_device(device))

@@ -22,7 +22,6 @@ from curvlinops.operators.sample_rows import (
 )
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import gauss_newton
-from curvlinops.risk.linearization import linearization_of
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.norms import wide
 from curvlinops.support.rng import preserved_rng
@@ -112,7 +111,7 @@ class EFLinearOperator(DataLinearOperator):
 
     def _prefers_rows(self, problem: BatchProblem) -> bool:
         """Return whether products with kept gradients are faster than with a kept graph."""
-        shared, num_samples = linearization_of(self), problem.evident_samples
+        shared, num_samples = self._shared, problem.evident_samples
         if shared is None or num_samples is None or problem.space.in_parts:
             return False
         if not shared.has_room(num_samples * self.space.dim * self.space.dtype.itemsize):

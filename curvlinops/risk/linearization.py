@@ -1,13 +1,7 @@
 """The work that products of one operator share inside of ``linearized()``."""
 
-import contextlib
-import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import FrameType
 from typing import Any
 from zlib import crc32
 
@@ -103,24 +97,11 @@ class Linearization:
         #: The work of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
-        self._generator: FrameType | None = None
         self.is_open, self.is_synchronized = True, False
-
-    def enter(self) -> None:
-        """Note who enters the context."""
-        self._generator = _entering_generator()
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the running code is inside of the context.
-
-        It is not if a generator has entered the context, and is suspended.
-        """
-        return self.is_open and (self._generator is None or _is_running(self._generator))
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""
-        self.is_open, self._room, self._generator = False, 0, None
+        self.is_open, self._room = False, 0
         for kept in (self._built, self._before, self._tensors):
             kept.clear()
 
@@ -225,62 +206,6 @@ def _checksums(tensor: Tensor) -> list:
         return digest(parts)
     words = (x.resolve_conj().resolve_neg().contiguous().reshape(-1) for x in parts)
     return [crc32(x.view(torch.uint8).numpy()) for x in words]
-
-
-# --- who is inside
-
-#: The linearizations of the current thread, by operator.
-_ACTIVE: ContextVar[Mapping[Any, tuple[Linearization, ...]]] = ContextVar("linearizations")
-
-
-def linearization_of(operator: Any) -> Linearization | None:
-    """Return the operator's linearization, ``None`` outside of ``linearized()``."""
-    for linearization in _ACTIVE.get({}).get(operator, ()):
-        if linearization.is_inside:
-            return linearization
-    return None
-
-
-@contextmanager
-def linearizing(operator: Any, linearization: Linearization) -> Iterator[None]:
-    """Let an operator have a linearization in this thread; free its memory at the end."""
-    linearization.enter()
-    active = _ACTIVE.get({})
-    _ACTIVE.set({**active, operator: (*active.get(operator, ()), linearization)})
-    try:
-        yield
-    finally:
-        linearization.close()  # tasks that were started inside may have a copy of the variable
-        active = {key: tuple(x for x in xs if x.is_open) for key, xs in _ACTIVE.get({}).items()}
-        _ACTIVE.set({key: xs for key, xs in active.items() if xs})
-
-
-def _entering_generator() -> FrameType | None:
-    """Return the generator that enters a context, ``None`` if that is a function or a coroutine.
-
-    A generator of ``contextlib`` enters it for who enters the generator's own context. Coroutines
-    have variables of their own.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        above = frame.f_back
-        if not _is_of_contextlib(frame):
-            suspends = frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
-            if not (suspends and _is_of_contextlib(above)):
-                return frame if suspends else None
-        frame = above
-    return None
-
-
-def _is_of_contextlib(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename == contextlib.__file__
-
-
-def _is_running(generator: FrameType) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame is not generator:
-        frame = frame.f_back
-    return frame is not None
 
 
 def check_cache(cache: Any) -> str | int:
