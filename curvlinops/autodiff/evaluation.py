@@ -1,6 +1,5 @@
 """The one context in which every forward pass and every backward pass runs."""
 
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.parameters import without_history
 from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
@@ -108,20 +106,6 @@ class Evaluation:
     def output(self, X: Any) -> Any:
         """Evaluate the model; inside ``active()`` only. Refuse writes to a parameter."""
         return self._model(self._values, copy_containers(X))
-
-
-def plain_output(model: Model, X: Any) -> Any:
-    """Evaluate the model in the ways that PyTorch chooses in the user's own call, undoing writes.
-
-    So parameters have the flags ``requires_grad`` that the user gave them; no call is replaced.
-    """
-    values = {name: without_history(x) for name, x in model.params.items()}
-    for name, x in values.items():
-        x.requires_grad_(model.params[name].requires_grad)
-    modules = IsolatedModules(model.roots, model.replacements(values, with_constants=False))
-    with torch.enable_grad(), modules.active(), without_compiler(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nested tensors are a prototype
-        return model(values, copy_containers(X))
 
 
 class IsolatedModules:

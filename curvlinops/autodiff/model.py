@@ -87,15 +87,8 @@ class Model(ABC):
         """The names of the user's own tensors that are replaced in an evaluation, by id."""
         return {id(param): name for name, param in self.params.items()}
 
-    def replacements(
-        self, values: Mapping[str, Tensor], with_constants: bool = True
-    ) -> dict[int, Tensor]:
-        """Return the tensors that replace the modules' parameters in an evaluation, by id.
-
-        Args:
-            values: The parameters' values.
-            with_constants: Whether constants replace those that are not differentiated.
-        """
+    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Return the tensors that replace the modules' parameters in an evaluation, by id."""
         return {}
 
     def requiring_gradients(self) -> AbstractContextManager:
@@ -236,9 +229,7 @@ class ModuleModel(Model):
         """The user's parameters, and all of the module's."""
         return super().replaced | {id(param): name for name, param in self._registered.items()}
 
-    def replacements(
-        self, values: Mapping[str, Tensor], with_constants: bool = True
-    ) -> dict[int, Tensor]:
+    def replacements(self, values: Mapping[str, Tensor]) -> dict[int, Tensor]:
         """Return the values, and constants for the parameters that are not differentiated."""
         self.shards.find()
         targets, sharded = self._targets, self.shards.params
@@ -259,7 +250,7 @@ class ModuleModel(Model):
         constants = {
             k: without_history(x)
             for k, x in present.items()
-            if with_constants and k not in tensors and not isinstance(x, spread)
+            if k not in tensors and not isinstance(x, spread)
         }
         return tensors | constants
 

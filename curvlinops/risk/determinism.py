@@ -4,10 +4,9 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvlinops.autodiff.backward import vjp
-from curvlinops.autodiff.evaluation import plain_output
 from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
@@ -20,11 +19,9 @@ from curvlinops.risk.sample_coupling import (
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.digest import digest
 from curvlinops.support.norms import double_norm
-from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates, seed_everything
 from curvlinops.support.sketch import sketch
 from curvlinops.support.stand_in import stand_in
-from curvlinops.support.torch_internals import modules_of
 
 _OTHER_DATA = (
     "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "
@@ -86,8 +83,7 @@ def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> 
             problem.check_numbers(output)
         fault = None
         if may_couple is not None:
-            fault = _fault_of_fast_path(problem, output, results[0])
-            if fault is None and not may_couple and not risk.is_all_data(problem.batch):
+            if not may_couple and not risk.is_all_data(problem.batch):
                 seen = problem.rules(SeenAlone)
                 if not seen.knows(problem.model, graph):
                     fault = _fault_of_samples(risk, problem, output)
@@ -105,42 +101,6 @@ def _fault_of_samples(risk: EmpiricalRisk, problem: BatchProblem, output: Tensor
     if not is_evident or not couples_samples(problem, output, num_alone):
         return None
     return COUPLED if risk.per_sample else COUPLED_BATCHES
-
-
-#: PyTorch's modules that in eval mode, where nothing requires gradients, compute in another way.
-_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
-
-
-def _fault_of_fast_path(problem: BatchProblem, output: Tensor, result: Tensor) -> str | None:
-    """Return an error if the user's own call gives another loss, by the fast path of attention."""
-    model = problem.model
-    modules = modules_of(model.roots)
-    if not torch.backends.mha.get_fastpath_enabled() or model.shards:
-        return None
-    if not any(isinstance(x, _WITH_FAST_PATH) and not x.training for x in modules):
-        return None
-    try:
-        plain = plain_output(model, problem.batch.X)
-    except Exception as error:  # PyTorch refuses some frozen layers in front of others
-        if not is_refusal(error):
-            raise
-        return None
-    dtypes = {x.dtype for x in (output, *model.tensors().values()) if x.is_floating_point()}
-    tolerance = min(1e4 * max(torch.finfo(dtype).eps for dtype in dtypes), 5e-2)
-    if _agree(tolerance, output, plain.detach()):
-        return None
-    kind = "output"
-    if problem.loss is not None:  # the loss may ignore the difference
-        kind, plain = "loss", problem.loss.sum(plain, problem.batch.y)
-        if _agree(tolerance, result, plain.detach()):
-            return None
-    return (
-        f"The model's {kind} on the first batch is another one in operators than in your own call: "
-        "in eval mode, where nothing requires gradients, PyTorch's attention has a fast path that "
-        "sets padded positions to zero, and has no derivatives. Switch it off, so that your calls "
-        "compute what operators do: torch.backends.mha.set_fastpath_enabled(False). Or let the "
-        "model leave padded positions out of what follows, such as averages over positions."
-    )
 
 
 def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
