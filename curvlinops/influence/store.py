@@ -245,7 +245,7 @@ class GradientStore:
     @property
     def _identity_of_parts(self) -> Identity:
         """Return what gradients in files belong to: the rows, and the projections."""
-        sums = [0 if x is None else int(checksum(x)) for p in self.projections for x in p.columns]
+        sums = [0 if x is None else checksum(x) for p in self.projections for x in p.columns]
         return self._identity | {"the projections": sums}
 
     def _parts(self) -> Iterator[StoredGradients]:

@@ -397,7 +397,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         rows = {
             "number of rows": self.shape[0],
             "terms": self.terms,
-            "subsampling": None if self._indices is None else int(checksum(self._wanted)),
+            "subsampling": None if self._indices is None else checksum(self._wanted.cpu()),
         }
         return identity_of(self, rows | dict(options))
 

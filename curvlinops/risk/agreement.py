@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from curvlinops.linear_operator.space import Columns
@@ -28,11 +27,7 @@ def description(risk: Any, task: str, columns: Columns | None = None) -> dict[st
 
 def checksums_of(risk: Any) -> dict[str, int]:
     """Return checksums of parameters and buffers, frozen ones included, sharded ones not."""
-    tensors = numbers_of(risk)
-    if not tensors:
-        return {}
-    sums = torch.stack([checksum(x).to(risk.space.device) for x in tensors.values()])
-    return dict(zip(tensors, sums.tolist(), strict=True))
+    return {name: checksum(x) for name, x in numbers_of(risk).items()}
 
 
 def numbers_of(risk: Any, sharded: bool = False) -> dict[str, Tensor]:

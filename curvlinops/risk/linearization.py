@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -137,7 +136,7 @@ class Linearization:
         for name in {**self._tensors, **tensors}:
             if tensors.get(name) is not self._tensors.get(name):
                 raise RuntimeError(f"'{name}' was replaced by another tensor {_MUST_STAY}")
-            if name not in after and _checksums(tensors[name]) != self._checksums[name]:
+            if name not in after and digest(tensors[name]) != self._checksums[name]:
                 raise RuntimeError(
                     f"'{name}' was overwritten {_MUST_STAY} Products inside may be of the old "
                     "numbers: PyTorch does not see writes by fused optimizers, .data, NumPy."
@@ -166,7 +165,7 @@ class Linearization:
         if self._states is None:
             self._states = GeneratorStates()
             if self.is_compared and self._room > 0:
-                self._checksums = {name: _checksums(x) for name, x in self._tensors.items()}
+                self._checksums = {name: digest(x) for name, x in self._tensors.items()}
         self._states.restore()
         for problem in problems:
             index = problem.batch.index
@@ -197,15 +196,6 @@ class Linearization:
             self._room / 2**20,
         )
         return fits
-
-
-def _checksums(tensor: Tensor) -> list:
-    """Return what tells the numbers of a tensor; of the CPU by a function that is fast."""
-    parts = strided_tensors(tensor.detach())
-    if not all(x.is_cpu and x.numel() > 1 for x in parts):
-        return digest(parts)
-    words = (x.resolve_conj().resolve_neg().contiguous().reshape(-1) for x in parts)
-    return [crc32(x.view(torch.uint8).numpy()) for x in words]
 
 
 def check_cache(cache: Any) -> str | int:

@@ -344,9 +344,9 @@ CALLERS: dict[str, Callable] = {
 def test_callbacks_change_nothing(solve: Callable, monkeypatch: pytest.MonkeyPatch):
     w = World()
     A, read = w.build("ggn"), []
-    checksums = linearization_module._checksums
+    checksums = linearization_module.digest
     monkeypatch.setattr(
-        linearization_module, "_checksums", lambda x: read.append(x) or checksums(x)
+        linearization_module, "digest", lambda x: read.append(x) or checksums(x)
     )
     solve(A, None)
     assert not read
