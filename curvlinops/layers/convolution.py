@@ -14,13 +14,14 @@ from curvlinops.layers.inputs import Patches
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Window, make_patches
 from curvlinops.layers.rules import Use, contraction, reads
-from curvlinops.support.autograd_graph import output_shape, shape_of_input
+from curvlinops.support.autograd_graph import shape_of_input
+from curvlinops.support.torch_internals import shape_of_output
 
 
 @reads("ConvolutionBackward0")
 def convolution(node: Any, position: int) -> Use | None:
     """A convolution, transposed or not, in one, two or three dimensions."""
-    output = output_shape(node)
+    output = shape_of_output(node)
     if position == 2:
         use = rules.bias(shape_of_input(node, 2), output, aligned=len(output) - 2)
         # filters of transposed convolutions are multiplied at the positions of the input

@@ -9,33 +9,37 @@ from torch import Tensor
 
 from curvlinops.layers.check import probe, tolerance_of
 from curvlinops.layers.rules import Use, broadcast, reads
-from curvlinops.support.autograd_graph import metadata, output_shape, shape_of_input
-from curvlinops.support.torch_internals import without_torch_function
+from curvlinops.support.autograd_graph import shape_of_input
+from curvlinops.support.torch_internals import (
+    input_metadata,
+    shape_of_output,
+    without_torch_function,
+)
 
 
 @reads("AddBackward0", "SubBackward0")
 def add(node: Any, position: int) -> Use | None:
     """``self + alpha other`` or ``self - alpha other``."""
-    if metadata(node).dtype.is_complex:
+    if input_metadata(node).dtype.is_complex:
         return elementwise(node, position)
     sign = -1.0 if node.name().startswith("Sub") else 1.0
     slope = 1.0 if position == 0 else sign * float(node._saved_alpha)
-    return broadcast(shape_of_input(node, position), output_shape(node), slope)
+    return broadcast(shape_of_input(node, position), shape_of_output(node), slope)
 
 
 @reads("MulBackward0")
 def mul(node: Any, position: int) -> Use | None:
     """``self * other``."""
     other = node._saved_other if position == 0 else node._saved_self
-    if metadata(node).dtype.is_complex or other is None:
+    if input_metadata(node).dtype.is_complex or other is None:
         return elementwise(node, position)
-    return broadcast(shape_of_input(node, position), output_shape(node), lambda: other)
+    return broadcast(shape_of_input(node, position), shape_of_output(node), lambda: other)
 
 
 @reads("MaskedFillBackward1")
 def masked_fill(node: Any, position: int) -> Use | None:
     """The value at the entries of a mask."""
-    mask, output = node._saved_mask, metadata(node)
+    mask, output = node._saved_mask, input_metadata(node)
     kept = mask if position == 1 else ~mask
     kept = kept.to(output.dtype)
     return broadcast(shape_of_input(node, position), tuple(output.shape), lambda: kept)
@@ -49,7 +53,7 @@ def elementwise(node: Any, position: int) -> Use | None:
     """
     if len(node._input_metadata) > 1:  # one for each output
         return None
-    output = metadata(node)
+    output = input_metadata(node)
     shape = tuple(output.shape)
 
     def derivative(g: Tensor) -> Tensor | None:
@@ -81,7 +85,7 @@ def elementwise(node: Any, position: int) -> Use | None:
 @reads("ExpandBackward0")
 def expand(node: Any, position: int) -> Use | None:
     """A parameter for each sample, such as a class token."""
-    return broadcast(shape_of_input(node, 0), output_shape(node))
+    return broadcast(shape_of_input(node, 0), shape_of_output(node))
 
 
 @reads("RepeatBackward0")
@@ -108,7 +112,7 @@ def _affine(
 ) -> Use | None:
     """Return the use of the weight (position 1) or bias (2) that follows a normalization."""
     slope = normalized if position == 1 else 1.0
-    return broadcast(shape_of_input(node, position), output_shape(node), slope, aligned)
+    return broadcast(shape_of_input(node, position), shape_of_output(node), slope, aligned)
 
 
 @reads("NativeLayerNormBackward0")
@@ -136,7 +140,7 @@ def group_norm(node: Any, position: int) -> Use | None:
         values = (values - mean.reshape(N, groups, 1)) * scale.reshape(N, groups, 1)
         return values.reshape(x.shape)
 
-    return _affine(node, position, normalized, len(output_shape(node)) - 2)
+    return _affine(node, position, normalized, len(shape_of_output(node)) - 2)
 
 
 @reads("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
@@ -147,7 +151,7 @@ def batch_norm(node: Any, position: int) -> Use | None:
         return None
     x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
-    shape = -1, *(1,) * (len(output_shape(node)) - 2)
+    shape = -1, *(1,) * (len(shape_of_output(node)) - 2)
 
     def normalized() -> Tensor:
         return (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()

@@ -12,7 +12,8 @@ from torch import Tensor
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
 from curvlinops.layers.gradients import BYTES, Entries, LowRank, PerSampleGradient, dense
 from curvlinops.layers.rules import Use, reads
-from curvlinops.support.autograd_graph import metadata, shape_of_input, signed
+from curvlinops.support.autograd_graph import shape_of_input
+from curvlinops.support.torch_internals import input_metadata, signed
 
 
 @reads("EmbeddingBackward0")
@@ -70,7 +71,7 @@ def masked_select(node: Any, position: int) -> Use | None:
 
 def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
     """Return the use of a table in a function that reads rows, or entries, of it."""
-    shape, device = shape_of_input(node, 0), metadata(node).device
+    shape, device = shape_of_input(node, 0), input_metadata(node).device
     # views of two short vectors, in place of a number for each entry of a large table
     num_rows, width = shape[0] if shape else 1, prod(shape[1:])
     numbers = torch.arange(num_rows, device=device).reshape(-1, *(1,) * (len(shape) - 1))

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from curvlinops.layers import rules
 from curvlinops.layers.rules import Use, contraction, reads
-from curvlinops.support.autograd_graph import output_shape, shape_of_input
+from curvlinops.support.autograd_graph import shape_of_input
+from curvlinops.support.torch_internals import shape_of_output
 
 
 @reads("MmBackward0")
@@ -21,7 +22,7 @@ def addmm(node: Any, position: int) -> Use | None:
     """``beta self + alpha mat1 @ mat2``."""
     if position == 0:
         shape = shape_of_input(node, 0)
-        return rules.bias(shape, output_shape(node), float(node._saved_beta))
+        return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
     other = node._saved_mat2 if position == 1 else node._saved_mat1
     return _factor(node, position == 1, other, node._saved_alpha)
 
@@ -37,7 +38,7 @@ def baddbmm(node: Any, position: int) -> Use | None:
     """``beta self + alpha batch1 @ batch2``."""
     if position == 0:
         shape = shape_of_input(node, 0)
-        return rules.broadcast(shape, output_shape(node), float(node._saved_beta))
+        return rules.broadcast(shape, shape_of_output(node), float(node._saved_beta))
     other = node._saved_batch2 if position == 1 else node._saved_batch1
     return _factor(node, position == 1, other, node._saved_alpha)
 
@@ -67,7 +68,7 @@ def addmv(node: Any, position: int) -> Use | None:
     """``beta self + alpha mat @ vec``."""
     if position == 0:
         shape = shape_of_input(node, 0)
-        return rules.bias(shape, output_shape(node), float(node._saved_beta))
+        return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
     scale = node._saved_alpha
     return _matrix_or_vector(node, position - 1, node._saved_mat, node._saved_vec, scale)
 

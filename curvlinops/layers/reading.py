@@ -17,13 +17,8 @@ from curvlinops.layers.linear import factor
 from curvlinops.layers.rules import RULES, Use, uses_of
 from curvlinops.layers.sample_axis import SampleAxis
 from curvlinops.layers.views import COPIES, RESHAPES, ViewOf, is_view
-from curvlinops.support.autograd_graph import (
-    has_plain_shape,
-    is_custom,
-    metadata,
-    output_shape,
-    shape_of_input,
-)
+from curvlinops.support.autograd_graph import has_plain_shape, is_custom, shape_of_input
+from curvlinops.support.torch_internals import input_metadata, shape_of_output
 
 #: Products of two or three factors.
 PRODUCTS = {f"{name}Backward0" for name in ["Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Dot"]}
@@ -101,7 +96,7 @@ class ParameterUse:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the argument."""
-        return output_shape(*self.source[:2])
+        return shape_of_output(*self.source[:2])
 
     @property
     def entries(self) -> Entries | None:
@@ -125,12 +120,12 @@ def uses_at(
     if expanded is not None:
         left = position == len(node.next_functions) - 2
         x = node._saved_mat2 if left else node._saved_self
-        batch = output_shape(expanded)[:-2]
+        batch = shape_of_output(expanded)[:-2]
         source = GradientEdge(*expanded.next_functions[0])
-        use = factor(x, output_shape(*source[:2]), left, batch=batch)
+        use = factor(x, shape_of_output(*source[:2]), left, batch=batch)
         return use and [use], source
     source = GradientEdge(*node.next_functions[position])
-    if metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
+    if input_metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
         return None, source
     if node.name() in RULES or is_custom(node):
         return uses_of(node, position), source
@@ -235,13 +230,13 @@ class Reading:
         """Return whether a node expands a matrix for a product of batches, as matmul does."""
         name = node.name()
         source = node.next_functions[0][0]
-        if name == "ExpandBackward0" and len(output_shape(node)) > 2:
+        if name == "ExpandBackward0" and len(shape_of_output(node)) > 2:
             inner = node
         elif source in self._expanded and name in RESHAPES | COPIES:
             inner = self._expanded[source]
         else:
             return False
-        if not self._ends_in_product(node, output_shape(inner)):
+        if not self._ends_in_product(node, shape_of_output(inner)):
             return False
         self._expanded[node] = inner
         return True
@@ -260,7 +255,7 @@ class Reading:
             if node.name() in COPIES:
                 continue
             merged = (prod(shape[:-2]), *shape[-2:])
-            if node.name() not in RESHAPES or output_shape(node) not in (shape, merged):
+            if node.name() not in RESHAPES or shape_of_output(node) not in (shape, merged):
                 return False
         return False
 
@@ -272,10 +267,10 @@ class Reading:
         shape = shape_of_input(node, position)
         is_sum = node.name() == "AddBackward0" and (position == 0 or node._saved_alpha == 1)
         other = node.next_functions[1 - position][0] if is_sum else None
-        if other is None or other.name() not in RESHAPES or shape != output_shape(node)[-1:]:
+        if other is None or other.name() not in RESHAPES or shape != shape_of_output(node)[-1:]:
             return None
         product = other.next_functions[0][0]
-        if product.name() not in _WITH_BIAS or output_shape(product)[-1:] != shape:
+        if product.name() not in _WITH_BIAS or shape_of_output(product)[-1:] != shape:
             return None
         return self._products.get(product)
 
@@ -295,8 +290,8 @@ class Reading:
 
     def _lookup(self, node: Any, number: int) -> LookedUp | None:
         """Return the lookup in a table, if a tensor is a function of its rows."""
-        shape = output_shape(node, number)
-        while node not in self._leaves and output_shape(node, number) == shape:
+        shape = shape_of_output(node, number)
+        while node not in self._leaves and shape_of_output(node, number) == shape:
             if node.name() == "EmbeddingBackward0":
                 view = self.view_of(*node.next_functions[0])
                 return LookedUp.at(GradientEdge(node, number), view)

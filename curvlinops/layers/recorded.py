@@ -35,18 +35,12 @@ from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped,
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
-from curvlinops.support.autograd_graph import (
-    addresses,
-    inputs_first,
-    least_precise,
-    metadata,
-    output_shape,
-    saved_memory,
-)
+from curvlinops.support.autograd_graph import addresses, inputs_first, least_precise, saved_memory
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import input_metadata, shape_of_output
 
 #: The caller knows how many vectors the memory allows.
 _ANY_NUMBER = 2**31
@@ -234,7 +228,7 @@ class RecordedBatch:
         found = axes.get((use.node, 0))
         if not isinstance(found, SampleAxis):
             return None
-        shape = output_shape(use.node)
+        shape = shape_of_output(use.node)
         if use.use.output_shape is not None:
             found = reshaped(found, shape, use.use.output_shape)
         if found is None or found.axis not in use.use.row_axes:
@@ -244,7 +238,7 @@ class RecordedBatch:
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient at the output of each use."""
-        outputs = (metadata(node) for node in {use.node: None for use in self.uses})
+        outputs = (input_metadata(node) for node in {use.node: None for use in self.uses})
         return sum(prod(output.shape) * output.dtype.itemsize for output in outputs)
 
     @cached_property
@@ -531,7 +525,7 @@ def to_front(
 def _at_output(node: Any, gradients: list[Tensor | None], num_vectors: int) -> Tensor:
     """Return gradients at a node's output, ``[V, *output]``, given those of some vectors each."""
     if not gradients or gradients[0] is None:
-        output = metadata(node)
+        output = input_metadata(node)
         shape = num_vectors, *output.shape
         return torch.zeros((), dtype=output.dtype, device=output.device).expand(shape)
     return gradients[0] if len(gradients) == 1 else torch.cat(gradients)
@@ -570,7 +564,7 @@ def _on_parameter(
     if use.entries is not None:
         return make(use.entries)
     source = use.source
-    shape = output_shape(*source[:2])
+    shape = shape_of_output(*source[:2])
     gradient = make(ViewOf.whole("", shape).entries(use.use))
     if lookup is not None and isinstance(gradient, DenseGradient):
         return _on_table(gradient, source, lookup, leaf)
@@ -582,7 +576,7 @@ def _pull_back(source: GradientEdge, target: GradientEdge) -> Callable[[Tensor],
     """Return a function that turns gradients ``[V, n, *source]`` into ``[V, n, *target]``."""
     if source[:2] == target[:2]:
         return lambda rows: rows
-    dtype, shape = metadata(*source[:2]).dtype, output_shape(*target[:2])
+    dtype, shape = input_metadata(*source[:2]).dtype, shape_of_output(*target[:2])
     chunks = in_chunks(lambda u: {"": edge_vjp(source, u[""], target)}, _ANY_NUMBER)
 
     def pull_back(rows: Tensor) -> Tensor:

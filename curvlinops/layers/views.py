@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.rules import Use
 from curvlinops.structured.layout import Axis, ParameterView, grouped, with_strides
-from curvlinops.support.autograd_graph import is_custom, metadata, output_shape, signed
+from curvlinops.support.autograd_graph import is_custom
+from curvlinops.support.torch_internals import input_metadata, shape_of_output, signed
 from curvlinops.team.scattering import Gather
 
 #: Nodes that return entries in the same order, perhaps in another shape.
@@ -54,9 +55,9 @@ class ViewOf(NamedTuple):
         name = node.name()
         if name in COPIES or is_custom(node, Gather) or _is_times_one(node):
             # the derivative of a cast between real and complex numbers is not one
-            return None if metadata(node, number).dtype.is_complex else self
+            return None if input_metadata(node, number).dtype.is_complex else self
         if name in RESHAPES:
-            return self.reshape(output_shape(node, number))
+            return self.reshape(shape_of_output(node, number))
         return VIEWS[name](node, self, number) if name in VIEWS else None
 
     def reshape(self, shape: Sequence[int]) -> "ViewOf | None":
@@ -156,8 +157,8 @@ def _sliced(node: Any, x: ViewOf, number: int) -> ViewOf | None:
 
 def _split(node: Any, x: ViewOf, number: int) -> ViewOf | None:
     dim = signed(node._saved_dim) % len(x.dims)
-    start = sum(output_shape(node, i)[dim] for i in range(number))
-    return x.narrow(dim, start, start + output_shape(node, number)[dim])
+    start = sum(shape_of_output(node, i)[dim] for i in range(number))
+    return x.narrow(dim, start, start + shape_of_output(node, number)[dim])
 
 
 def _diagonal(node: Any, x: ViewOf, number: int) -> ViewOf | None:
@@ -167,7 +168,7 @@ def _diagonal(node: Any, x: ViewOf, number: int) -> ViewOf | None:
     ((_, down),), ((_, right),) = x.dims[first], x.dims[second]
     shift = signed(node._saved_offset)
     kept = [dim for axis, dim in enumerate(x.dims) if axis not in (first, second)]
-    length = output_shape(node, number)[-1]
+    length = shape_of_output(node, number)[-1]
     offset = x.offset + (shift * right if shift > 0 else -shift * down)
     return x._replace(dims=(*kept, ((length, down + right),)), offset=offset)
 
@@ -192,5 +193,5 @@ VIEWS: dict[str, Callable[[Any, ViewOf, int], ViewOf | None]] = {
     "SplitWithSizesBackward0": _split,
     "UnbindBackward0": lambda node, x, number: x.select(*_axes(node, x, "dim"), number),
     "DiagonalBackward0": _diagonal,
-    "ExpandBackward0": lambda node, x, _: x.expand(output_shape(node)),
+    "ExpandBackward0": lambda node, x, _: x.expand(shape_of_output(node)),
 }

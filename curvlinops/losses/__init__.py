@@ -18,7 +18,7 @@ from curvlinops.losses.elementwise import (
 )
 from curvlinops.losses.generic import AdditiveLoss
 from curvlinops.losses.linear_cross_entropy import LinearCrossEntropy, LinearCrossEntropyLoss
-from curvlinops.support.torch_internals import has_forward_hooks
+from curvlinops.support.torch_internals import forward_hooks
 
 __all__ = ["LinearCrossEntropyLoss", "Loss", "wrap_loss"]
 
@@ -102,5 +102,5 @@ def _computes_the_same(loss_func: nn.Module, known: type[nn.Module]) -> bool:
         type(loss_func).forward is known.forward
         and type(loss_func).__call__ is nn.Module.__call__
         and "forward" not in vars(loss_func)
-        and not has_forward_hooks(loss_func)
+        and not any(forward_hooks(loss_func))
     )

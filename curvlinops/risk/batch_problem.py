@@ -90,14 +90,6 @@ class BatchProblem:
         except ValueError:
             return None
 
-    @property
-    def length_of_samples(self) -> int | None:
-        """The length of axes that number samples, ``None`` if that is not evident.
-
-        Rows of outputs that are not grouped by samples show that X's axes number something else.
-        """
-        return None if self._risk.facts.groups_rows is False else self.evident_samples
-
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to.
 

@@ -15,6 +15,7 @@ from curvlinops.support.torch_internals import (
     input_metadata,
     plain_values,
     saved_values,
+    shape_of_output,
     strided_tensors,
     without_torch_function,
 )
@@ -53,16 +54,6 @@ def inputs_first(output: Tensor) -> list[Any]:
     return order
 
 
-def metadata(node: Any, number: int = 0) -> Any:
-    """Return ``shape``, ``dtype`` and ``device`` of one of a node's outputs."""
-    return input_metadata(node, number)
-
-
-def output_shape(node: Any, number: int = 0) -> tuple[int, ...]:
-    """Return the shape of one of a node's outputs."""
-    return tuple(input_metadata(node, number).shape)
-
-
 def has_plain_shape(node: Any) -> bool:
     """Return whether a node's output is no nested tensor, whose lengths are symbols."""
     return all(type(length) is int for length in input_metadata(node, 0).shape)
@@ -71,12 +62,7 @@ def has_plain_shape(node: Any) -> bool:
 def shape_of_input(node: Any, position: int) -> tuple[int, ...]:
     """Return the shape of one of a node's inputs that have a gradient."""
     source, number = node.next_functions[position]
-    return output_shape(source, number)
-
-
-def signed(number: int) -> int:
-    """Return a saved argument such as an axis, which PyTorch returns as an unsigned number."""
-    return number - 2**64 if number >= 2**63 else number
+    return shape_of_output(source, number)
 
 
 def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) -> int:

@@ -40,7 +40,7 @@ pytree = importlib.import_module("torch.utils._pytree")
 without_torch_function = internal("torch._C", "DisableTorchFunction")
 
 
-def input_metadata(node: Any, number: int) -> Any:
+def input_metadata(node: Any, number: int = 0) -> Any:
     """Return ``shape`` and ``dtype`` of the gradient of one of a node's outputs."""
     return node._input_metadata[number]
 
@@ -54,15 +54,6 @@ def leave_uncompiled(subclass: type) -> None:
     """Let calls with tensors of a subclass run as they are inside of compiled functions."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.config.nontraceable_tensor_subclasses.add(subclass)
-
-
-def have_saved_tensor_hooks() -> bool:
-    """Return whether hooks replace what calls save for backward passes, as in checkpoints.
-
-    The package's own hooks, which do not depend on the order of calls, do not count.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and not hooks[0].__module__.startswith("curvlinops.")
 
 
 def saved_values(node: Any) -> list[Any]:
@@ -136,11 +127,6 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def backward_hooks(module: nn.Module) -> tuple[dict, dict]:
     """Return the dictionaries in which a module has hooks on backward passes."""
     return module._backward_hooks, module._backward_pre_hooks
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks on forward passes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def original_module(module: nn.Module) -> nn.Module:
@@ -218,21 +204,11 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def base_of(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which this one is a view, ``None`` if it is no view."""
-    return tensor._base
-
-
-def mark_as_parameter(tensor: Tensor) -> None:
-    """Let ``isinstance(tensor, nn.Parameter)`` hold for a tensor."""
-    tensor._is_param = True
-
-
 def with_attributes(values: Tensor, param: Tensor) -> Tensor:
     """Give a tensor the class and the attributes of the parameter or buffer that it replaces."""
     vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
-        mark_as_parameter(values)
+        values._is_param = True  # for isinstance(values, nn.Parameter)
     return values
 
 
@@ -314,7 +290,7 @@ def _is_wanted(node: Any) -> bool:
 # --- nodes of autograd's graph
 
 
-def shape_of_output(node: Any, number: int) -> tuple[int, ...]:
+def shape_of_output(node: Any, number: int = 0) -> tuple[int, ...]:
     """Return the shape of one of the outputs that a node had in the forward pass."""
     return tuple(node._input_metadata[number].shape)
 
@@ -323,12 +299,12 @@ def saved(node: Any, name: str) -> Any:
     """Return an argument or a tensor that a node has saved for its backward pass."""
     value = getattr(node, f"_saved_{name}")
     if isinstance(value, int):
-        return _signed(value)
+        return signed(value)
     is_list = isinstance(value, tuple) and all(isinstance(x, int) for x in value)
-    return tuple(map(_signed, value)) if is_list else value
+    return tuple(map(signed, value)) if is_list else value
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """Nodes say -1 as 2 ** 64 - 1."""
     return value - 2**64 if value >= 2**63 else value
 

@@ -1,4 +1,5 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
+from curvlinops.support.torch_internals import shape_of_output
 
 import contextlib
 import copy
@@ -56,7 +57,6 @@ from curvlinops import ParameterSpace
 from curvlinops.influence import preconditioned, self_scores, top_scores
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
-from curvlinops.support.autograd_graph import output_shape
 from curvlinops.team import shards
 from curvlinops.team.collectives import begin_gather
 from curvlinops.team.schedule import Schedule
@@ -1793,7 +1793,7 @@ def uses_that_are_refused() -> None:
     ALL["gradients"].build(replace(own, params=others)).norms()
 
     def wrong(node: Any, position: int) -> rules.Use:
-        shape = output_shape(node)
+        shape = shape_of_output(node)
         return rules.broadcast((1, 1), shape, 1.0 + rank())  # right for no process
 
     name = "LinalgSolveTriangularBackward0"

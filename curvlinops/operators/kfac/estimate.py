@@ -32,8 +32,8 @@ from curvlinops.operators.vectors import (
     signed_hessian_roots,
 )
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.support.autograd_graph import output_shape
 from curvlinops.support.warnings import warn
+from curvlinops.support.torch_internals import shape_of_output
 
 _UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 
@@ -211,7 +211,7 @@ def _at_output(
 
     def has_terms_as_rows(recorded: ParameterUse) -> bool:
         use = recorded.use
-        rows = use.to_rows(numbers.reshape(1, *output_shape(recorded.node)))
+        rows = use.to_rows(numbers.reshape(1, *shape_of_output(recorded.node)))
         return torch.equal(rows.reshape(prod(use.row_shape), -1), terms)
 
     return {
