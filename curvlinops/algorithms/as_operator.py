@@ -14,7 +14,6 @@ from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.linear_operator.vectors import Vectors, is_native
 from curvlinops.support.arguments import LISTS, MAPPINGS, without_graph
-from curvlinops.support.progress import count_products
 
 #: A function that multiplies vectors.
 Product = Callable[[Tensor], Tensor]
@@ -82,7 +81,6 @@ class Matrix:
     def _multiply(self, X: Tensor, operator: TorchLinearOperator) -> Tensor:
         self.num_products += X.shape[1]
         out = operator._multiply_rows(X.T).T
-        count_products(X.shape[1])
         if X.shape[1] and self.space.any(not_finite({"": out}) is not None):
             raise ValueError("A product with the matrix is not finite, though the vector is.")
         return out

@@ -36,7 +36,7 @@ class CertifiedScores(NamedTuple):
     num_products: int
 
 
-@solves("certified_scores")
+@solves
 def certified_scores(
     rows: AnyMatrix,
     query: Vectors,

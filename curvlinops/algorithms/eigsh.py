@@ -16,7 +16,6 @@ from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import as_integer, check_choice, check_count
-from curvlinops.support.progress import show_residuals
 from curvlinops.support.rng import check_source, read_generator
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
@@ -63,7 +62,7 @@ class Eigenpairs:
         return (self.eigenvalues, self.eigenvectors)[index]
 
 
-@solves("eigsh")
+@solves
 def eigsh(
     A: AnyMatrix,
     k: int = 6,
@@ -356,7 +355,6 @@ class _Search:
         wanted = self._order[: self._k].sort().values
         self.found, self._slack = pairs.select(wanted), float(allowed[wanted].max())
         self.num_missed = self._k - int(self._converged[wanted].sum())
-        show_residuals((self.found.couplings, allowed[wanted]))
 
     def is_done(self) -> bool:
         """Return whether the search ends; else begin what comes next."""

@@ -63,7 +63,7 @@ class Interval(NamedTuple):
 _Combine = Callable[[Interval], Interval]
 
 
-@solves("quadratic_form")
+@solves
 def quadratic_form(
     A: AnyMatrix,
     g: Vectors,
@@ -133,7 +133,7 @@ def quadratic_form(
     return _enclose(matrix, rows, rounded, damping, *options, combine, is_log)
 
 
-@solves("bilinear_form")
+@solves
 def bilinear_form(
     A: AnyMatrix,
     g: Vectors,

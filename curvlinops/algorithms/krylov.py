@@ -17,7 +17,6 @@ from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, nearest, without_graph
-from curvlinops.support.progress import show_residuals
 from curvlinops.support.torch_modes import in_default_modes
 
 #: A larger asymmetry, relative to the matrix's norm, cannot be rounding in single precision.
@@ -195,7 +194,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
         """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""
-        with solver(type(self).__name__, self, callback=self._callback):
+        with solver(self, callback=self._callback):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = check_sizes(self.domain, B)
@@ -368,7 +367,6 @@ class IterationLog:
         self.iterations[systems.index] += 1
         current = self._residuals[-1].index_copy(0, systems.index, residuals)
         self._residuals.append(current)
-        show_residuals((residuals, systems.goal))
         self.has_stopped = self._stops(partial(self._state, X))
         return self.has_stopped
 

@@ -16,7 +16,6 @@ from curvlinops.algorithms.sampling import (
 )
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.support.arguments import check_count
-from curvlinops.support.progress import expect_products
 
 #: Products for each random vector in ``lanczos_logdet``.
 _DEFAULT_NCV = 50
@@ -187,7 +186,6 @@ def _mean(
 ) -> Tensor | Estimate:
     """Average ``x^T f(A) x`` over random vectors; see ``trace_function``."""
     num_repeats = check_count("num_repeats", num_repeats, at_least=1 + sampler.return_error)
-    expect_products(num_repeats * ncv)
     mean = RunningMean()
 
     def update(X: Tensor) -> tuple[Tensor, Tensor]:

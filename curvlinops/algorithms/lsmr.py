@@ -143,7 +143,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         atol, btol = max(self.atol, eps), max(self.btol, eps)
         X = B.new_zeros(len(B), self._matrix.shape[1])
         info = torch.zeros(7, len(B), dtype=torch.float64, device=B.device)
-        with solver(type(self).__name__, self):
+        with solver(self):
             A = LinearOperator(
                 self._matrix.shape, _on_host(multiply), _on_host(transposed), dtype=float
             )

@@ -18,7 +18,6 @@ from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.arguments import check_count, check_number
-from curvlinops.support.progress import show_residuals
 
 
 class NeumannInverseLinearOperator(TorchLinearOperator):
@@ -113,7 +112,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def _sum(self, rows: Tensor) -> Tensor:
         """Return ``scale * sum_k (I - scale P A)^k rows``, for rows ``[K, D]``."""
-        with solver(type(self).__name__, self, callback=self._callback):
+        with solver(self, callback=self._callback):
             term = total = self.scale * rows
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):
@@ -125,7 +124,6 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                     raise
                 total = total + term
                 last = self.domain.norms(term)
-                show_residuals((last, self.rtol * first))
                 if (self.check_nan or k == self.num_terms) and not bool(last.isfinite().all()):
                     self._diverge(k)
                 state = partial(self._state, k, last, total)

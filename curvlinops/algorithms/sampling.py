@@ -24,7 +24,6 @@ from curvlinops.algorithms.convergence import ConvergenceWarning
 from curvlinops.algorithms.solver import solves
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
-from curvlinops.support.progress import expect_products
 from curvlinops.support.rng import check_source, read_generator
 from curvlinops.support.warnings import warn
 
@@ -82,7 +81,7 @@ def estimator(
     function: Callable[Concatenate[AnyMatrix, P], Tensor | Estimate],
 ) -> Estimator[P, Tensor, Estimate]:
     """Decorate an estimator: it runs as a solver."""
-    return solves(function.__name__)(function)
+    return solves(function)
 
 
 class Sampler:
@@ -173,7 +172,6 @@ class Sampler:
         if self.matrix.space.in_parts:  # no process has a whole unit vector
             num = min(num, self.dim - 1)
         is_exact = num >= self.dim
-        expect_products(self.dim if is_exact else num // cost * cost)
         return None if is_exact else num // cost
 
     def stops(self, iteration: int, values: Tensor) -> bool:

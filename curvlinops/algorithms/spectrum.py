@@ -15,7 +15,6 @@ from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.sampling import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.algorithms.solver import solver
 from curvlinops.support.arguments import check_count
-from curvlinops.support.progress import expect_products
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.support.warnings import warn
 
@@ -136,8 +135,7 @@ class LanczosApproximateSpectrumCached:
         if not 0 <= margin < inf:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         is_log = epsilon is not None
-        name = "approximate_log_spectrum" if is_log else "approximate_spectrum"
-        with solver(name, self._matrix.operator, callback=self._sampler.callback):
+        with solver(self._matrix.operator, callback=self._sampler.callback):
             rules = self._runs(num_repeats)
             low, high = self._ends(rules, is_log)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0
@@ -171,7 +169,6 @@ class LanczosApproximateSpectrumCached:
         _ = self._search_seed  # drawn first, whether it is used or not
         missing = num - sum(len(rule.nodes) for rule in self._rules)
         self._has_stopped = False
-        expect_products(missing * self._ncv)
         for start in range(0, missing, self._sampler.chunk_size):
             X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))
             self._rules.append(lanczos(self._matrix, X, self._ncv))

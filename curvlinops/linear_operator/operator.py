@@ -32,7 +32,6 @@ from curvlinops.support.arguments import (
     without_graph,
 )
 from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
-from curvlinops.support.progress import count_products, expect_products, solver_bar
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.team.team import Team, largest
 
@@ -496,14 +495,12 @@ class TorchLinearOperator(LinearOperator):
         length, num = self.shape
         out = torch.empty(num, length, dtype=self.torch_dtype, device=self.device)
         chunk = max(_DENSE_BLOCK // max(length * self.torch_dtype.itemsize, 1), 1)
-        with solver_bar("to_dense"), all_linearized(*[self] * (num > chunk)):
-            expect_products(num)
+        with all_linearized(*[self] * (num > chunk)):
             for start in range(0, num, chunk):
                 part = out[start : start + chunk]
                 units = torch.zeros(len(part), num, dtype=self.torch_dtype, device=self.device)
                 units.diagonal(start).fill_(1.0)
                 part.copy_(self._product(units.T).T)
-                count_products(len(part))
         return out
 
     def __repr__(self) -> str:

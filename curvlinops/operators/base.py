@@ -54,8 +54,7 @@ class DataLinearOperator(TorchLinearOperator):
             module's).
         data: An iterable over pairs ``(X, y)``, the same in each pass. X may be any nesting of
             dictionaries, lists, tuples and dataclasses with tensors; y, too, or ``None``.
-        progressbar: Whether to show a progress bar during passes over the data. Solvers show one
-            bar for all of their products, with the rate and the residual.
+        progressbar: Whether to show a progress bar during passes over the data.
         check_deterministic: Whether to check at construction, on the first batch, that data and
             loss repeat (and the gradient, where that does not follow), and that samples do not
             interact in the model. They may interact if one batch is all data, except in operators

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from curvlinops.autodiff.model import Model, train_flags
 from curvlinops.linear_operator.sharded_space import space_of
@@ -15,7 +16,6 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.derivatives import gradient
 from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
-from curvlinops.support.progress import shown
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.signals import deliver_signals
@@ -143,7 +143,7 @@ class EmpiricalRisk:
         data, device = data or self.data, self.space.device
         items = data.data
         if self.progressbar:
-            items = shown(items, f"{self.name}.{description} on {device}")
+            items = tqdm(items, f"{self.name}.{description} on {device}", leave=False)
         current: Batch | None = None  # the batch that is in use
         self.term_size = None
 

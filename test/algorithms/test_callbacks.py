@@ -1,20 +1,14 @@
-"""Callbacks of solvers and estimators, histories of residuals, and totals of progress bars."""
+"""Callbacks of solvers and estimators, and histories of residuals."""
 
-import itertools
-import math
-import re
 import warnings
-from collections.abc import Callable
 
 import matrices
 import problems
 import pytest
 import torch
-import tqdm
 from torch import Tensor
 
 import curvlinops as C
-from curvlinops.support import progress
 
 GENERATOR = torch.Generator().manual_seed(0)
 B = torch.randn(30, 3, dtype=torch.float64, generator=GENERATOR)
@@ -192,7 +186,7 @@ def test_densities(log: bool):
 @pytest.fixture
 def G() -> C.GGNLinearOperator:
     p = problems.make("mlp-ce-mean")
-    return C.GGNLinearOperator(p.model, p.loss, p.params, p.data, progressbar=True).damped(0.5)
+    return C.GGNLinearOperator(p.model, p.loss, p.params, p.data).damped(0.5)
 
 
 def fail(state: C.Iteration) -> None:
@@ -211,11 +205,10 @@ def fail(state: C.Iteration) -> None:
         ),
     ],
 )
-def test_linearized_and_errors(call: object, G: C.TorchLinearOperator, capsys):
+def test_linearized_and_errors(call: object, G: C.TorchLinearOperator):
     b = torch.ones(G.shape[0], 2, dtype=G.torch_dtype)
     product = G @ b
     expected, inside = call(G, b, None), []
-    capsys.readouterr()
     with pytest.raises(KeyError, match="mine"):
         call(G, b, fail)
     with G.linearized():
@@ -227,94 +220,3 @@ def test_linearized_and_errors(call: object, G: C.TorchLinearOperator, capsys):
     for same in inside:
         torch.testing.assert_close(same, product)
     assert inside
-    capsys.readouterr()
-    C.hutchinson_trace(G, 8, seed=0)
-    assert "hutchinson_trace: 100%" in capsys.readouterr().err
-
-
-ONES = torch.ones(27, dtype=torch.float64)
-#: Calls, and the numbers of products at the end of their bars and in total.
-BARS = {
-    "hutchinson_trace": (lambda A: C.hutchinson_trace(A, 8), 8, 8),
-    "hutchinson_trace, exact": (lambda A: C.hutchinson_trace(A, 10**6), 27, 27),
-    "hutchpp_trace": (lambda A: C.hutchpp_trace(A, 14), 12, 12),
-    "xtrace": (lambda A: C.xtrace(A, 9), 8, 8),
-    "xnystrace": (lambda A: C.xnystrace(A, 9), 9, 9),
-    "xdiag, rtol": (lambda A: C.xdiag(A, 26, rtol=0.99, seed=0), 16, 26),
-    "lanczos_logdet": (lambda A: C.lanczos_logdet(A, 4, 5), 20, 20),
-    "approximate_spectrum": (
-        lambda A: C.lanczos_approximate_spectrum(A, 5, 9, 3, boundaries=(0, 99)),
-        *(15, 15),
-    ),
-}
-#: Calls whose number of products nobody knows before.
-OPEN = {
-    "eigsh": lambda A: C.eigsh(A, 2),
-    "CGInverseLinearOperator": lambda A: C.CGInverseLinearOperator(A) @ ONES,
-    "MINRESInverseLinearOperator": lambda A: C.MINRESInverseLinearOperator(A) @ ONES,
-    "NeumannInverseLinearOperator": (
-        lambda A: C.NeumannInverseLinearOperator(A, 20, 0.1, rtol=1) @ ONES
-    ),
-    "LSMRInverseLinearOperator": lambda A: C.LSMRInverseLinearOperator(A) @ ONES,
-    # searches for the ends
-    "approximate_spectrum": (
-        lambda A: C.lanczos_approximate_spectrum(A, 3, boundaries_tol=1e-8, seed=0)
-    ),
-}
-
-
-def last_line(call: Callable[[], object], capsys: pytest.CaptureFixture) -> str:
-    """Return the only bar of a call at its end."""
-    capsys.readouterr()
-    call()
-    (line,) = capsys.readouterr().err.removesuffix("\n").split("\n")
-    return line.split("\r")[-1]
-
-
-def composed(G: C.TorchLinearOperator) -> list[C.TorchLinearOperator]:
-    """Return operators with a bar of their own, which a solver does not show."""
-    return [G, C.CGInverseLinearOperator(G, rtol=1e-10)]
-
-
-@pytest.fixture(params=[1e-3, 3.0], ids=["fast", "slow"])
-def clock(request, monkeypatch) -> None:
-    """Let bars see a clock that takes so many seconds from one look to the next."""
-    times = itertools.count(step=request.param)
-    monkeypatch.setattr(tqdm.std, "time", lambda: next(times))
-    # bars of single passes over the data have other tests
-    monkeypatch.setattr(progress, "_LONG", math.inf)
-
-
-#: How bars write rates: products in a second, seconds for a product, or unknown ones.
-RATE = r"( *[\d.]+product/s| *[\d.]+s/product|\?product/s)"
-
-
-@pytest.mark.parametrize("name", BARS)
-def test_bars_know_their_total(name: str, G: C.TorchLinearOperator, clock: None, capsys):
-    call, *expected = BARS[name]
-    for A in composed(G):
-        line = last_line(lambda A=A: call(A), capsys)
-        shown = re.fullmatch(rf"(\w+): +\d+%.*\| (\d+)/(\d+) \[.*, {RATE}\]", line)
-        assert shown[1] == name.split(",")[0] and [int(shown[2]), int(shown[3])] == expected
-
-
-def test_bar_of_dense_matrices(G: C.TorchLinearOperator, capsys):
-    assert re.match(r"to_dense: 100%.*\| 27/27 \[", last_line(G.to_dense, capsys))
-
-
-@pytest.mark.parametrize("name", OPEN)
-def test_bars_without_a_total(name: str, G: C.TorchLinearOperator, clock: None, capsys):
-    for A in composed(G):
-        line = last_line(lambda A=A: OPEN[name](A), capsys)
-        assert re.fullmatch(rf"{name}: ([1-9]\d*)product \[.*, {RATE}.*\]", line)
-        assert ("residual/tolerance=" in line) == (name != "LSMRInverseLinearOperator")
-
-
-def test_bars_count_what_the_solver_multiplies(G: C.TorchLinearOperator, capsys):
-    M, found = composed(G)[1], []
-    line = last_line(lambda: found.append(C.eigsh(M, 2).num_products), capsys)
-    assert f"eigsh: {found[0]}product " in line
-    solver = C.CGInverseLinearOperator(G, preconditioner=M)
-    line = last_line(lambda: found.append(int(solver.solve(ONES).iterations)), capsys)
-    # a product for each iteration, and one for the true residual
-    assert f"CGInverseLinearOperator: {found[1] + 1}product " in line

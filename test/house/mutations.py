@@ -29,7 +29,7 @@ TESTS = {
         messages/arguments support/norms support/digest support/signals risk/data risk/changes
         risk/linearized
         structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
-        algorithms/callbacks::test_bars_know_their_total contract/modes kfac/module_factors
+        contract/modes kfac/module_factors
         distributed/parallel::test_together[sharded_checks-1]""",
     "linear_operator": """
         linear_operator/algebra algorithms/as_operator linear_operator/compile
