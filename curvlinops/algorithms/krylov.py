@@ -194,7 +194,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
         """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""
-        with solver(self, callback=self._callback):
+        with solver(self):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = check_sizes(self.domain, B)

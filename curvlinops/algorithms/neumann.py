@@ -112,7 +112,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
 
     def _sum(self, rows: Tensor) -> Tensor:
         """Return ``scale * sum_k (I - scale P A)^k rows``, for rows ``[K, D]``."""
-        with solver(self, callback=self._callback):
+        with solver(self):
             term = total = self.scale * rows
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):

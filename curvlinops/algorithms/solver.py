@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from curvlinops.algorithms.as_operator import operators_in
 from curvlinops.linear_operator.operator import (
@@ -18,17 +18,15 @@ R = TypeVar("R")
 
 
 @contextmanager
-def solver(*operators: TorchLinearOperator, callback: Any = None) -> Iterator[None]:
+def solver(*operators: TorchLinearOperator) -> Iterator[None]:
     """Linearize operators.
 
     An error in one of the processes that multiply together is raised in all, see ``raised_in_all``.
 
     Args:
         *operators: The operators that it multiplies with.
-        callback: The user's callback.
     """
-    linearized = all_linearized(*operators, runs_callback=callback is not None)
-    with raised_in_all(*operators), linearized:
+    with raised_in_all(*operators), all_linearized(*operators):
         yield
 
 
@@ -42,7 +40,7 @@ def solves(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         given = [*args, *kwargs.values()]
         operators = (operator for x in given for operator in operators_in(x))
-        with solver(*operators, callback=kwargs.get("callback")):
+        with solver(*operators):
             return function(*args, **kwargs)
 
     return in_default_modes(run)

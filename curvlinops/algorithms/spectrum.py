@@ -135,7 +135,7 @@ class LanczosApproximateSpectrumCached:
         if not 0 <= margin < inf:
             raise ValueError(f"margin must not be negative, and finite, got {margin!r}.")
         is_log = epsilon is not None
-        with solver(self._matrix.operator, callback=self._sampler.callback):
+        with solver(self._matrix.operator):
             rules = self._runs(num_repeats)
             low, high = self._ends(rules, is_log)
         nodes, weights, unit = rules.nodes, rules.weights, 1.0

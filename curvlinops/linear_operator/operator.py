@@ -64,13 +64,11 @@ _DENSE_BLOCK = 64 * 2**20
 
 
 @contextmanager
-def all_linearized(
-    *operators: "TorchLinearOperator", runs_callback: bool = False
-) -> Iterator[None]:
-    """Linearize operators; inside, none of the caller's code runs, but perhaps a callback."""
+def all_linearized(*operators: "TorchLinearOperator") -> Iterator[None]:
+    """Linearize operators."""
     with ExitStack() as stack:
         for operator in operators:
-            stack.enter_context(operator._linearized(runs_callback))
+            stack.enter_context(operator.linearized())
         yield
 
 
@@ -438,7 +436,8 @@ class TorchLinearOperator(LinearOperator):
         products = (lambda x: (self @ x).astype(dtype)), (lambda x: (self.T @ x).astype(dtype))
         return LinearOperator(self.shape, *products, products[0], dtype, products[1])
 
-    def linearized(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant inside the context.
 
         Products share the work that does not depend on the vectors. The solvers and estimators of
@@ -447,14 +446,9 @@ class TorchLinearOperator(LinearOperator):
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)
         """
-        return self._linearized(True)
-
-    @contextmanager
-    def _linearized(self, is_compared: bool) -> Iterator[None]:
-        """Linearize; at the end, numbers of the model are compared if the caller's code ran."""
         with ExitStack() as stack:
             for operand in self._operands():
-                stack.enter_context(operand._linearized(is_compared))
+                stack.enter_context(operand.linearized())
             yield
 
     @in_default_modes

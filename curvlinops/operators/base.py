@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache, partial
 from threading import get_ident
@@ -229,20 +229,7 @@ class DataLinearOperator(TorchLinearOperator):
         return self._linearizations.get(get_ident())
 
     @contextmanager
-    def _linearized(self, is_compared: bool) -> Iterator[None]:
-        if self._shared is not None:
-            yield
-            return
-        shared = self._linearization(is_compared)
-        self._linearizations[get_ident()] = shared
-        try:
-            yield
-            self._compare(shared)
-        finally:
-            del self._linearizations[get_ident()]
-            shared.close()
-
-    def linearized(self) -> AbstractContextManager[None]:
+    def linearized(self) -> Iterator[None]:
         """Take model, loss and data as constant, so that products share graphs; see ``cache``.
 
         The first product keeps all work that does not depend on its vectors, batch by batch. Once
@@ -251,27 +238,25 @@ class DataLinearOperator(TorchLinearOperator):
 
         Raises:
             RuntimeError: In products inside, if PyTorch tells that a parameter or buffer was
-                written to; at the end, if one has other numbers or was replaced. Other changes of
-                model, loss and data are not noticed.
+                written to. Other changes of model, loss and data are not noticed.
         """
-        return self._linearized(True)
+        if self._shared is not None:
+            yield
+            return
+        self._linearizations[get_ident()] = shared = self._linearization()
+        try:
+            yield
+        finally:
+            del self._linearizations[get_ident()]
+            shared.close()
 
     @in_default_modes
-    def _linearization(self, is_compared: bool) -> Linearization:
+    def _linearization(self) -> Linearization:
         with self._team.raise_on_all_ranks(), exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
         budget = budget_of(self.cache, self.device)
-        return Linearization(type(self).__name__, budget, tensors, is_compared)
-
-    @in_default_modes
-    def _compare(self, linearization: Linearization) -> None:
-        """Refuse a model that is another one than at the first product inside."""
-        if linearization.is_open and linearization.is_compared:
-            with exclusive():
-                self.risk.model.refresh()
-                # a module may have gathered parameters in place of its shards for a while
-                linearization.compare(None if self.risk.model.shards else self.risk.tensors())
+        return Linearization(type(self).__name__, budget, tensors)
 
     @contextmanager
     def _batches(

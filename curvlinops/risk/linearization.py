@@ -12,7 +12,6 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_to_keep
-from curvlinops.support.digest import digest
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.torch_internals import strided_tensors, version_of
 
@@ -72,26 +71,20 @@ class Linearization:
         name: Names the operator in messages.
         budget: The largest total size of kept tensors, in bytes.
         tensors: The parameters and buffers by name, which must not be written to.
-        is_compared: Whether their numbers are compared at the end, too.
 
     Attributes:
-        is_compared: See above.
         is_open: Whether the context was not left.
         is_synchronized: Whether parameters and buffers were compared between processes.
     """
 
-    def __init__(
-        self, name: str, budget: int, tensors: Mapping[str, Tensor], is_compared: bool = False
-    ):
-        self._name, self._room = name, budget
-        self._tensors, self.is_compared = dict(tensors), is_compared
+    def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
+        self._name, self._room, self._tensors = name, budget, dict(tensors)
         #: Version and memory of each tensor, and an alias that keeps this memory from being reused.
         self._before = [
             (name, x, version_of(x), part, part.data_ptr(), part.detach())
             for name, x in tensors.items()
             for part in strided_tensors(x)
         ]
-        self._checksums: dict[str, list] = {}  # before the first pass
         self._states: GeneratorStates | None = None  # before the first pass
         #: The work of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
@@ -110,37 +103,9 @@ class Linearization:
         Raises:
             RuntimeError: If there are any; the message names the first.
         """
-        if (name := next(self._written(), None)) is not None:
-            self.is_compared = False  # it is said
-            raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
-
-    def _written(self) -> Iterator[str]:
-        """Yield the names of tensors that were written to, as far as PyTorch reports writes."""
         for name, tensor, version, part, address, _ in self._before:
             if version_of(tensor) != version or part.data_ptr() != address:
-                yield name
-
-    def compare(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Refuse parameters and buffers that may have changed before the last product.
-
-        Args:
-            tensors: The parameters and buffers that the model has now; ``None`` for the same.
-
-        Raises:
-            RuntimeError: If there are any; the message names the first.
-        """
-        if not self._checksums:
-            return
-        tensors = self._tensors if tensors is None else tensors
-        after = set(self._written())  # the last product, which would have refused them
-        for name in {**self._tensors, **tensors}:
-            if tensors.get(name) is not self._tensors.get(name):
-                raise RuntimeError(f"'{name}' was replaced by another tensor {_MUST_STAY}")
-            if name not in after and digest(tensors[name]) != self._checksums[name]:
-                raise RuntimeError(
-                    f"'{name}' was overwritten {_MUST_STAY} Products inside may be of the old "
-                    "numbers: PyTorch does not see writes by fused optimizers, .data, NumPy."
-                )
+                raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
 
     def has_room(self, size: int) -> bool:
         """Return whether a number of bytes can be kept, too."""
@@ -164,8 +129,6 @@ class Linearization:
         kept = self._built.setdefault(task, {})
         if self._states is None:
             self._states = GeneratorStates()
-            if self.is_compared and self._room > 0:
-                self._checksums = {name: digest(x) for name, x in self._tensors.items()}
         self._states.restore()
         for problem in problems:
             index = problem.batch.index
