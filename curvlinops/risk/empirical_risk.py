@@ -18,7 +18,6 @@ from curvlinops.risk.derivatives import gradient
 from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
-from curvlinops.support.signals import deliver_signals
 from curvlinops.support.torch_modes import exclusive
 from curvlinops.team.team import Team
 
@@ -150,7 +149,6 @@ class EmpiricalRisk:
         def problems() -> Iterator[BatchProblem]:
             nonlocal current
             for current in self.model.shards.each(data.iterate(items, device), description):
-                deliver_signals()
                 yield BatchProblem(self, current)
                 current = None
 

@@ -10,7 +10,6 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from curvlinops.support.devices import WITH_AUTOCAST
-from curvlinops.support.signals import delayed_signals
 from curvlinops.support.torch_internals import disable_compiler, in_transform
 
 P = ParamSpec("P")
@@ -90,14 +89,11 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_default_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that computes: it runs uncompiled, in PyTorch's default modes.
-
-    Signals wait until the end, or until all processes are told of them.
-    """
+    """Decorate a function that computes: it runs uncompiled, in PyTorch's default modes."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with default_modes(), delayed_signals():
+        with default_modes():
             return function(*args, **kwargs)
 
     return uncompiled(run)

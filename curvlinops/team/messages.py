@@ -3,13 +3,11 @@
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from curvlinops.support.signals import delayed_signals, deliver_signals
 from curvlinops.team.collectives import all_gather
 
 #: The bytes of a message. Longer objects take further messages.
@@ -33,11 +31,7 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
 
     Raises:
         RuntimeError: If another process sent a ``Failure``.
-        KeyboardInterrupt: If there was Ctrl-C; the others have an error.
     """
-    if not isinstance(value, Failure):
-        with sending_errors(partial(gather_objects, group=group)):
-            deliver_signals()
     values = _exchanged(value, group)
     if not isinstance(value, Failure):
         failures = [x.message if isinstance(x, Failure) else None for x in values]
@@ -74,16 +68,15 @@ def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
     Args:
         send: Takes part in the others' ``gather_objects``.
     """
-    with delayed_signals():
-        try:
-            yield
-        except GeneratorExit:  # nothing failed
-            raise
-        except BaseException as error:
-            if not _is_sent(error):
-                send(Failure(f"{type(error).__name__}: {error}"))
-                _mark_sent(error)
-            raise
+    try:
+        yield
+    except GeneratorExit:  # nothing failed
+        raise
+    except BaseException as error:
+        if not _is_sent(error):
+            send(Failure(f"{type(error).__name__}: {error}"))
+            _mark_sent(error)
+        raise
 
 
 def listed(values: Iterable[Any], group: Any) -> str:

@@ -19,7 +19,6 @@ from torch import Tensor, distributed
 
 from curvlinops.support.columns import Columns, flat
 from curvlinops.support.digest import digest
-from curvlinops.support.signals import deliver_signals
 from curvlinops.team.collectives import empty_whole, gather_parts
 from curvlinops.team.messages import gather_objects, listed, sending_errors
 from curvlinops.team.shards import WHOLE, Whole
@@ -118,7 +117,6 @@ class Team:
             ValueError: If they do not.
             RuntimeError: If there is an error in another process.
         """
-        deliver_signals()
         return nullcontext()
 
     def raise_once(self) -> AbstractContextManager[None]:
@@ -294,10 +292,7 @@ class Ranks(Team):
 
     @contextmanager
     def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
-        """Wait for the others in the sum, even if there was an error in one.
-
-        What is raised in all after that includes signals that came while they waited.
-        """
+        """Wait for the others in the sum, even if there was an error in one."""
         try:
             yield
         finally:

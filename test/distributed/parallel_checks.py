@@ -22,11 +22,9 @@ from models import Experts, Rewired, Using
 from problems import Problem
 from processes import (
     Failing,
-    Waiting,
     assert_alike_everywhere,
     assert_same_everywhere,
     check_callbacks,
-    check_interrupts,
     classifier,
     everywhere,
     fails,
@@ -292,7 +290,7 @@ def uses_of(A: Any, v: Any) -> dict[str, Callable[[], Any]]:
 
 @check()
 def interrupts() -> None:
-    """Ctrl-C and the like, raised by the model, or sent to processes that compute or wait."""
+    """Ctrl-C and the like, raised by the model."""
     for kind in (KeyboardInterrupt, SystemExit):
         p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 3)))
         G, _ = both("ggn", p)
@@ -303,10 +301,6 @@ def interrupts() -> None:
                 use()
             p.model[1].fails = False
             use()
-    p = classifier(make=lambda: nn.Sequential(nn.Linear(3, 4), Waiting(), nn.Linear(4, 3)))
-    (G, _), (K, _) = both("ggn", p), both("kfac", p, factor_placement="partition")
-    factors = {"factors": K.compute_kronecker_factors}
-    check_interrupts(p.model[1], uses_of(G, vector(G)) | factors)
 
 
 @check()

@@ -3,13 +3,9 @@
 import contextlib
 import datetime
 import gc
-import itertools
 import json
 import os
 import re
-import signal
-import threading
-import time
 import traceback
 import warnings
 from collections import defaultdict
@@ -144,60 +140,6 @@ class Failing(nn.Module):
         return x.tanh()
 
 
-class Waiting(nn.Module):
-    """A nonlinearity, in which one process waits for a file when it is asked to."""
-
-    file: Path | None = None
-    is_reached = threading.Event()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.is_reached.set()
-        while self.file is not None and rank() == 1 and not self.file.exists():
-            time.sleep(0.01)
-        return x.tanh()
-
-    def interrupt(self, processes: tuple[int, ...]) -> None:
-        """Send Ctrl-C to this process if it is one of some; the file is there once all have it."""
-        self.is_reached.wait()
-        time.sleep(0.1)  # until the other one waits for results, perhaps
-        if rank() in processes:
-            os.kill(os.getpid(), signal.SIGINT)
-        own = [Path(f"{self.file}.{n}") for n in range(dist.get_world_size())]
-        own[rank()].touch()
-        while not all(file.exists() for file in own):
-            time.sleep(0.01)
-        self.file.touch()
-
-
-_NUMBERS = itertools.count()
-
-
-def check_interrupts(model: Waiting, uses: dict[str, Callable[[], Any]]) -> None:
-    """Check that Ctrl-C in one process, or in all, ends a computation of all.
-
-    Args:
-        model: A part of the model.
-        uses: Computations with the model, by name.
-    """
-    for name, use in uses.items():
-        for processes in ((0,), (1,), (0, 1)):
-            model.file = Path(f"interrupt-{next(_NUMBERS)}")
-            model.is_reached.clear()
-            thread = threading.Thread(target=model.interrupt, args=(processes,))
-            thread.start()
-            error: BaseException | None = None
-            try:
-                use()
-            except (KeyboardInterrupt, RuntimeError) as raised:
-                error = raised
-            thread.join()
-            is_own = rank() in processes
-            assert type(error) is (KeyboardInterrupt if is_own else RuntimeError), (name, error)
-            assert is_own or "KeyboardInterrupt" in str(error), (name, error)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            use()  # all are in step
-
-
 class FailingLoss(nn.CrossEntropyLoss):
     fails = False
 
@@ -238,7 +180,6 @@ def classifier(
 def main(checks: Checks, rank: int, size: int, folder: str) -> None:
     """Join the other processes, run the checks in a folder, and write which failed, and how."""
     os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in the background
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, size, rank)
     warnings.simplefilter("error")

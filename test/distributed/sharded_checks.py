@@ -28,10 +28,8 @@ from processes import (
     Failing,
     FailingData,
     FailingLoss,
-    Waiting,
     assert_same_everywhere,
     check_callbacks,
-    check_interrupts,
     classifier,
     fails,
     group,
@@ -1081,22 +1079,6 @@ def errors() -> None:
             data = [(X * torch.nan, y)]
         with fails(ValueError, "loss on batch 0 is nan|output on batch 0 has NaN", on=1):
             ALL["gradients"].build(replace(own, data=data), check_deterministic=False).dense()
-
-
-@check()
-def interrupts() -> None:
-    own = sharded(small(lambda: Net(Waiting())))
-    G, R = ALL["ggn"].build(own, process_group=group()), ALL["gradients"].build(own)
-    v = spread(own, torch.ones(G.shape[1]).double())
-    u = [torch.ones(R.codomain.shapes[""]).double()]
-    uses = {
-        "product": lambda: G @ v,
-        "transposed product": lambda: R.T @ u,
-        "CG": lambda: curvlinops.CGInverseLinearOperator(G, damping=1.0, maxiter=2) @ v,
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "CGInverse", UserWarning)  # does not converge so soon
-        check_interrupts(own.model.act, uses)
 
 
 @check()

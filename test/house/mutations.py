@@ -26,7 +26,7 @@ PACKAGE = ROOT / "curvlinops"
 #: The tests that belong to a folder: room/file, or tests of a file that has long ones.
 TESTS = {
     "support": """
-        messages/arguments support/norms support/digest support/signals risk/data risk/changes
+        messages/arguments support/norms support/digest risk/data risk/changes
         risk/linearized
         structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
         contract/modes kfac/module_factors
@@ -38,7 +38,7 @@ TESTS = {
         linear_operator/vector_gradients::test_transforms_are_refused risk/linearized
         distributed/parallel::test_together[sharded_checks-1]""",
     "team": """
-        distributed/team support/signals messages/errors
+        distributed/team messages/errors
         distributed/parallel::test_together[sharded_checks-1]""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
