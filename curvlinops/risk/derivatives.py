@@ -84,15 +84,16 @@ def transposed_jacobian(
         return vjp_columns({"": output}, u, inputs)
 
     chunks = in_chunks(product, chunk_size, (output,), problem.model.shards)
+    context, copies = evaluation.of_graph([output])
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
-        with evaluation.active():
+        with context():
             for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
                 add(out, rows, part)
 
-    return Linear(apply, (output, *evaluation.copies)), output.detach()
+    return Linear(apply, (output, *copies)), output.detach()
 
 
 # --- derivatives of second order, by backward passes through backward passes
