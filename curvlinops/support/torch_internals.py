@@ -50,12 +50,6 @@ def outputs_of(node: Any) -> Sequence[Any]:
     return node._input_metadata
 
 
-def leave_uncompiled(subclass: type) -> None:
-    """Let calls with tensors of a subclass run as they are inside of compiled functions."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.config.nontraceable_tensor_subclasses.add(subclass)
-
-
 def saved_values(node: Any) -> list[Any]:
     """Return the values that a node has saved; tensors are their attribute ``data``."""
     values = [getattr(node, name) for name in _saved_names(type(node))[0]]

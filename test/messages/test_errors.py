@@ -885,7 +885,6 @@ USES: list[tuple[Callable, Error, str]] = [
     (lambda: H[0], TypeError, r"SubmatrixLinearOperator\(A, rows, columns\)"),
     (lambda: list(H), TypeError, "has no entries"),
     (lambda: H**-1, ValueError, "exponent must be an integer >= 0, got -1. Solve with CGInv"),
-    (lambda: K.input_covariances["weight"], KeyError, r"There are \['0', '2'\]"),
     (lambda: K.update(X, Y), ValueError, r"as in K.update\(\(X, y\)\), got Tensor"),
     (lambda: K.update([DATA[0]] * 3), ValueError, "update.. takes a batch.*, got list"),
     (KFAC_OF_DATA, TypeError, ARGUMENT_ORDER),

@@ -22,9 +22,8 @@ from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
 from curvlinops.autodiff.overrides.weight_norm import weight_norm
-from curvlinops.autodiff.overrides.writes import Protected
+from curvlinops.autodiff.overrides.writes import Protected, writes
 from curvlinops.support import torch_internals
-from curvlinops.support.read_only import writes
 
 #: The ways to differentiate a model: an ordinary backward pass; a backward pass through the graph
 #: of a backward pass; forward mode.

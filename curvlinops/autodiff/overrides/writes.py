@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.support.read_only import address_of, written
-from curvlinops.support.torch_internals import modules_of, tensor_tables
+from curvlinops.support.torch_internals import modules_of, pytree, tensor_tables
 
 #: Methods with the name of one that writes, which leave the values as they are.
 _HARMLESS = {"requires_grad_", "detach_"}
@@ -88,3 +87,43 @@ class Protected:
 def _spelt(func: Callable) -> str:
     """Return how a user writes a function."""
     return ".data = ..." if func.__name__ == "__set__" else func.__name__
+
+
+# --- which memory a call writes to
+
+#: Python's operators that write; PyTorch calls the others by other names, such as ``add_``.
+_OPERATORS = {"__set__", "__setitem__", "__iand__", "__ior__", "__ixor__"}
+_OPERATORS |= {"__ilshift__", "__irshift__"}
+
+#: Arguments that say where a function writes.
+_TARGETS = {"out", "inplace"}
+
+
+def writes(func: Callable, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call writes to its first argument, or to ``out``."""
+    return _is_in_place(func) or bool(kwargs and not _TARGETS.isdisjoint(kwargs))
+
+
+def written(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors to which a call writes, if it ``writes``."""
+    first = ()
+    if _is_in_place(func) or kwargs.get("inplace"):
+        first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, Tensor) and "out" not in kwargs:
+        return [first]
+    found = pytree.tree_leaves((first, kwargs.get("out")))
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+def _is_in_place(func: Callable) -> bool:
+    """Return whether a function writes to its first argument: PyTorch's names of these end so."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    return name in _OPERATORS or name[-1:] == "_" != name[-2:-1]
+
+
+def address_of(x: Tensor) -> int | None:
+    """Return the address of a tensor's memory, ``None`` if it has none of its own."""
+    try:
+        return x.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):  # sparse, or inside of vmap
+        return None

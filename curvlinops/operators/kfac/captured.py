@@ -11,7 +11,6 @@ from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.vectors import mark_last
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.support.read_only import read_only
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +21,7 @@ class CapturedLayer:
     layer's matrix ``[O, I]``. The weight may have another order, such as ``[I, O]``:
     ``weight_gradients`` returns its gradients as they are stored. That of the bias is
     ``sum_s gradients[v, n, s]``. With several groups, all tensors have an axis of G groups before
-    the last axis. They may share memory with the data, and cannot be written to.
+    the last axis. They may share memory with the data: do not write to them.
 
     Attributes:
         weight: The name of the weight.
@@ -82,6 +81,5 @@ def captured_layers(
             if inputs.shape[2] == 1:
                 inputs, gradients = inputs.squeeze(2), gradients.squeeze(3)
             bias = biases.get(contribution.recorded.call)
-            tensors = read_only(inputs), read_only(gradients)
             where = problem.batch.index, chunk
-            yield CapturedLayer(contribution.name, bias, *tensors, *where, gradient)
+            yield CapturedLayer(contribution.name, bias, inputs, gradients, *where, gradient)

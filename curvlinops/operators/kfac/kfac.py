@@ -33,7 +33,6 @@ from curvlinops.operators.kfac.inverse import (
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
-    FactorsByModule,
     ModuleFactors,
     by_module,
     check_pairs,
@@ -437,21 +436,21 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     @in_default_modes
-    def input_covariances(self) -> Mapping[str, Tensor]:
+    def input_covariances(self) -> dict[str, Tensor]:
         """A by module, for modules whose weight's block is one Kronecker product.
 
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
-        ``[G, I, I]``. The tensors share memory with the operator, and cannot be written to.
+        ``[G, I, I]``. The tensors are copies.
         """
         return self._by_module("inputs")
 
     @property
     @in_default_modes
-    def gradient_covariances(self) -> Mapping[str, Tensor]:
+    def gradient_covariances(self) -> dict[str, Tensor]:
         """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
 
         Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. The
-        tensors share memory with the operator, and cannot be written to.
+        tensors are copies.
         """
         return self._by_module("gradients")
 
@@ -463,9 +462,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _modules(self) -> dict[str, ModuleFactors]:
         return by_module(self._own_blocks(), self.space)
 
-    def _by_module(self, factor: str, dense: bool = False) -> FactorsByModule:
+    def _by_module(self, factor: str, dense: bool = False) -> dict[str, Tensor]:
         matrices = {name: getattr(module, factor) for name, module in self._modules().items()}
-        return FactorsByModule({n: x for n, x in matrices.items() if x is not None}, dense)
+        return {
+            name: x.diag_embed() if dense and x.ndim == 1 else x.clone()
+            for name, x in matrices.items()
+            if x is not None
+        }
 
     # names that published programs read, which rely on one dense pair for each weight
 
@@ -474,12 +477,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         check_pairs(self._modules(), self._own_blocks(), self.space, fisher_type)
 
     @property
-    def _input_covariances(self) -> FactorsByModule:
+    def _input_covariances(self) -> dict[str, Tensor]:
         self._check_pairs()
         return self._by_module("inputs", dense=True)
 
     @property
-    def _gradient_covariances(self) -> FactorsByModule:
+    def _gradient_covariances(self) -> dict[str, Tensor]:
         self._check_pairs()
         return self._by_module("gradients", dense=True)
 

@@ -1,6 +1,6 @@
 """Reports of the blocks of an approximation, and factors by module."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -10,9 +10,6 @@ from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Block, Term
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.structured.factor import Factor
-from curvlinops.support.arguments import nearest
-from curvlinops.support.read_only import MESSAGE, read_only
-from curvlinops.support.torch_modes import in_default_modes
 
 #: The reason of a block whose factors are not shown.
 _ELSEWHERE = "on another process"
@@ -164,39 +161,6 @@ def check_pairs(
             "matrices for a module's weight. See report(), and read input_covariances and "
             "gradient_covariances, or leave these parameters out of params."
         )
-
-
-class FactorsByModule(Mapping):
-    """Matrices by module, which are read-only: see ``ReadOnlyTensor``.
-
-    Args:
-        matrices: The matrices, or their diagonals.
-        dense: Whether diagonals are read as matrices.
-    """
-
-    def __init__(self, matrices: Mapping[str, Tensor], dense: bool):
-        self._matrices, self._dense = matrices, dense
-
-    @in_default_modes
-    def __getitem__(self, name: str) -> Tensor:
-        """Return the matrix of a module, read-only."""
-        if name not in self._matrices:
-            raise KeyError(f"no matrix of a module {name!r}. {nearest(str(name), self)}")
-        matrix = self._matrices[name]
-        return read_only(matrix.diag_embed() if self._dense and matrix.ndim == 1 else matrix)
-
-    def __setitem__(self, name: str, matrix: Tensor) -> None:
-        """Refuse to replace a matrix."""
-        raise TypeError(MESSAGE)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._matrices)
-
-    def __len__(self) -> int:
-        return len(self._matrices)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({list(self)})"
 
 
 def _single(factor: Factor) -> Tensor:
