@@ -66,7 +66,6 @@ from curvlinops.structured.kronecker import (
     SumOfKroneckersLinearOperator,
 )
 from curvlinops.structured.shifted import ShiftedLinearOperator
-from curvlinops.support.former_names import FORMER, explain
 
 __version__ = "0.1.0"
 
@@ -147,9 +146,7 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers know that other names are missing
 
     def __getattr__(name: str) -> Any:
-        """Refuse other names by what to write instead, such as those of curvlinops-for-pytorch."""
-        if name in FORMER:  # ``from curvlinops import name`` would hide an AttributeError
-            raise ImportError(explain(name), name=name)
+        """Refuse other names by what to write instead."""
         near = [other for other in __all__ if name.lower() in other.lower()]
         hint = f"Did you mean {', '.join(near)}?" if near else REMEDIES.get(name, "")
         message = f"module 'curvlinops' has no attribute '{name}'. {hint}"

@@ -27,14 +27,11 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
     Args:
         A: A symmetric positive definite operator or matrix of any kind, ``[D, D]``.
-        **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0``, ``x0``, ``on_failure="warn"``, ``callback``, and their aliases;
-            see ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``.
+        **options: See ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``.
 
     Raises:
         NegativeCurvatureError: If the iteration meets a direction of negative curvature.
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
-        TypeError: If an option is unknown, or given under two names.
     """
 
     def _improve(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors
-from curvlinops.support.arguments import check_count, check_number, nearest, without_graph
+from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.torch_modes import in_default_modes
 
 #: A larger asymmetry, relative to the matrix's norm, cannot be rounding in single precision.
@@ -24,36 +24,6 @@ ASYMMETRY = 1e-3
 
 #: The type of the right-hand sides.
 Kind = TypeVar("Kind")
-
-#: The names of options in SciPy and GPyTorch, and the names here.
-_ALIASES = {
-    "M": "preconditioner",
-    "tol": "rtol",
-    "tolerance": "rtol",
-    "max_iter": "maxiter",
-    "initial_guess": "x0",
-}
-#: Options of other packages, and what to do instead.
-_REFUSED = {
-    "eps": "Omit it; to add a multiple of the identity, pass damping.",
-    "max_tridiag_iter": "Omit it; for log-determinants, use lanczos_logdet.",
-}
-
-
-class SolverOptions(TypedDict, total=False):
-    """Options of an iteration; ``KrylovInverseLinearOperator`` explains them."""
-
-    preconditioner: Preconditioner
-    rtol: float
-    atol: float | None
-    maxiter: int | None
-    x0: Vectors | None
-    # aliases
-    M: Preconditioner
-    tol: float
-    tolerance: float
-    max_iter: int | None
-    initial_guess: Vectors | None
 
 
 class Solution(NamedTuple, Generic[Kind]):
@@ -84,68 +54,56 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
+        preconditioner: A symmetric positive definite operator or matrix that approximates the
+            inverse; or a function that multiplies a vector by such an approximation, from a tensor
+            ``[D]`` to a tensor ``[D]``. Default: none.
+        rtol: See ``atol``.
+        atol: A system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
+        maxiter: Largest number of iterations. Default: ``10 D``.
         damping: Multiple of the identity that is added to ``A``.
+        x0: Start of the iteration for every right-hand side that is not zero, ``[D]``. Default:
+            zero.
         on_failure: Without convergence, ``"warn"`` and return the best solution, or ``"raise"``.
         callback: A function that is called with an ``Iteration`` after each iteration, for products
             with the inverse, too. If it returns ``True``, the iteration stops, and the result is
             the iterate so far, without a warning. If several processes multiply together, all of
             them then stop.
-        **options: ``preconditioner``: a symmetric positive definite operator or matrix that
-            approximates the inverse; or a function that multiplies a vector by such an
-            approximation, from a tensor ``[D]`` to a tensor ``[D]``. ``rtol=1e-5`` and ``atol=0``
-            (or ``None``): a system is solved if ``||b - A x|| <= max(rtol ||b||, atol)``.
-            ``maxiter``: largest number of iterations. Default: ``10 D``. ``x0``: start of the
-            iteration for every right-hand side that is not zero, ``[D]``.
-            Default: zero.
-            The names of SciPy (``M``, ``tol``) and of GPyTorch (``tolerance``, ``max_iter``,
-            ``initial_guess``) are aliases.
 
     Raises:
         ValueError: If an argument is out of range, or products show that the matrix is not
             symmetric.
         ConvergenceError: Without convergence, if ``on_failure="raise"``.
-        TypeError: If an option is unknown, or given under two names.
     """
 
     def __init__(
         self,
         A: AnyMatrix,
         *,
+        preconditioner: Preconditioner = None,
+        rtol: float = 1e-5,
+        atol: float = 0.0,
+        maxiter: int | None = None,
         damping: float = 0.0,
+        x0: Vectors | None = None,
         on_failure: str = "warn",
         callback: Callback = None,
-        **options: Unpack[SolverOptions],
     ):
         self._matrix = Matrix(A, square=True)
         operator = self._matrix.operator
         operator.domain.check_compatible(operator.codomain)
         super().__init__(operator.domain, self_adjoint=True)
-        self._set_options(options)
+        self.rtol, self.atol = check_number("rtol", rtol, 0), check_number("atol", atol, 0)
+        if self.rtol == self.atol == 0:
+            raise ValueError("rtol and atol must not both be zero.")
+        self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
+        self._x0 = None if x0 is None else self._matrix.read_rows(x0)
+        self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         self.damping = check_number("damping", damping)
         if not isfinite(self.damping):
             raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
         self._callback = check_callback(callback)
-
-    def _set_options(self, options: dict[str, Any]) -> None:
-        """Set the given options, and all others to their defaults."""
-        given = {_ALIASES.get(name, name): value for name, value in options.items()}
-        if len(given) < len(options):
-            raise TypeError(f"An option is given twice, under two names: {sorted(options)}.")
-        defaults = {"preconditioner": None, "rtol": 1e-5, "atol": None, "maxiter": None, "x0": None}
-        for name in given.keys() - defaults.keys():
-            remedy = _REFUSED.get(name) or nearest(name, SolverOptions.__annotations__)
-            raise TypeError(f"There is no option '{name}'. {remedy}")
-        preconditioner, rtol, atol, maxiter, x0 = (defaults | given).values()
-        self.rtol = check_number("rtol", rtol, 0)
-        self.atol = 0.0 if atol is None else check_number("atol", atol, 0)
-        if self.rtol == self.atol == 0:
-            raise ValueError("rtol and atol must not both be zero.")
-        maxiter = 10 * self.shape[0] if maxiter is None else maxiter
-        self.maxiter = check_count("maxiter", maxiter)
-        self._x0 = None if x0 is None else self._matrix.read_rows(x0)
-        self._preconditioner = read_preconditioner(preconditioner, self._matrix)
 
     def _improve(
         self, A: "DampedMatrix", X: Tensor, log: "IterationLog", systems: "Systems", budget: int

@@ -25,9 +25,8 @@ class MINRESInverseLinearOperator(KrylovInverseLinearOperator):
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
-        **options: ``preconditioner`` (positive definite), ``rtol=1e-5``, ``atol=0``, ``maxiter``,
-            ``damping=0`` (may be negative), ``x0``, ``on_failure="warn"``, ``callback``, and their
-            aliases; see ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``.
+        **options: See ``curvlinops.algorithms.krylov.KrylovInverseLinearOperator``. The damping may
+            be negative.
 
     Raises:
         ConvergenceError: Without convergence, if ``on_failure="raise"``.

@@ -31,7 +31,6 @@ from curvlinops.support.arguments import (
     nearest,
     without_graph,
 )
-from curvlinops.support.former_names import FORMER_KEYWORDS, FORMER_METHODS
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.team.team import Team, largest
 
@@ -140,7 +139,6 @@ REMEDIES = {
     **dict.fromkeys(("double", "float"), "Convert the model, and build the operator anew."),
     "inv": f"Operators with structure have A.inverse(). For others: {_SOLVE}",
     "gradient_and_loss": "Call it on the operators on data of which this one is made, and add up.",
-    **FORMER_METHODS,
 }
 
 
@@ -227,9 +225,7 @@ class TorchLinearOperator(LinearOperator):
         for name in kwargs.keys() - _keywords_of(cls).keys():
             known = _keywords_of(cls)
             if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
-                former = FORMER_KEYWORDS.get(name)
-                remedy = f": {former}." if former else f". {nearest(name, known)}"
-                raise TypeError(f"{cls.__name__} has no option '{name}'{remedy}")
+                raise TypeError(f"{cls.__name__} has no option '{name}'. {nearest(name, known)}")
         return super().__new__(cls)
 
     def __init__(

@@ -111,7 +111,7 @@ c.load("file", devise="cpu")  # type: ignore[call-arg]
 
 # --- solvers
 
-cg = c.CGInverseLinearOperator(H, preconditioner=K.inverse(1e-3), rtol=1e-3, M=None)
+cg = c.CGInverseLinearOperator(H, preconditioner=K.inverse(1e-3), rtol=1e-3)
 assert_type(cg @ w, np.ndarray)
 assert_type(cg.solve(v), c.Solution[Tensor])
 assert_type(cg.solve(params).x, list[Tensor])

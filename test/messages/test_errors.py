@@ -7,7 +7,6 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,6 @@ from curvlinops import (
     PerSampleGradientLinearOperator,
     TransposedJacobianLinearOperator,
 )
-from curvlinops.support.former_names import FORMER
 
 X, Y = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
 DATA = [(X[:3], Y[:3]), (X[3:], Y[3:])]
@@ -671,9 +669,6 @@ OTHERS: list[tuple[dict[str, Any], Error, str]] = [
     ({"loss": nn.HuberLoss}, TypeError, "the class HuberLoss; pass an instance"),
     (RANDOM, RuntimeError, "different values for the same batch"),
     (DROPPED, RuntimeError, "The model or the loss gives different values"),
-    *(({name: 1}, TypeError, f"'{name}': ") for name in ("loss_average", "shape", "backend")),
-    ({"group": 1}, TypeError, "'group': "),
-    ({"kind": JacobianLinearOperator, "process_group": 1}, TypeError, "one process"),
 ]
 
 
@@ -880,8 +875,6 @@ USES: list[tuple[Callable, Error, str]] = [
     (lambda: H.todense(), AttributeError, r"to_dense\(\)"),
     (lambda: K.inv(), AttributeError, r"KFACLinearOperator has no 'inv'.*A.inverse\(\)"),
     (lambda: TWICE.gradient_and_loss(), AttributeError, "SumLinearOperator has no.*add up"),
-    (lambda: K.inverse(0.1).load_state_dict({}), AttributeError, "K.load_state_dict.state., then"),
-    (lambda: H.set_submatrix([0], [0]), AttributeError, "arguments of the constructor"),
     (lambda: H[0], TypeError, r"SubmatrixLinearOperator\(A, rows, columns\)"),
     (lambda: list(H), TypeError, "has no entries"),
     (lambda: H**-1, ValueError, "exponent must be an integer >= 0, got -1. Solve with CGInv"),
@@ -906,34 +899,6 @@ def test_a_matrix_is_added_as_the_message_says():
     total = H + curvlinops.KroneckerProductLinearOperator(torch.as_tensor(matrix))
     expected = H.to_dense().double() + torch.as_tensor(matrix)
     torch.testing.assert_close(total.to_dense(), expected)
-
-
-# --- names of curvlinops-for-pytorch
-
-IMPORTS = {
-    "from curvlinops import kfac": "KFACLinearOperator, FisherType, KFACType",
-    "from curvlinops import HutchinsonTraceEstimator": r"hutchinson_trace\(A, num_matvecs\)",
-    "from curvlinops import KFOCLinearOperator": "fit='frobenius'",
-}
-
-
-@pytest.mark.parametrize("statement", IMPORTS)
-def test_former_imports(statement: str):
-    with pytest.raises(ImportError, match=f"Here: .*{IMPORTS[statement]}.*'Coming from other pac"):
-        exec(statement)
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_former_names(name: str):
-    with pytest.raises(ImportError, match=f"curvlinops.{name}.*Here: "):
-        getattr(curvlinops, name)
-    if (remedy := FORMER[name]).startswith("from"):
-        exec(remedy)
-    elif "(A, num_matvecs)" in remedy:
-        assert remedy.split("(")[0] in curvlinops.__all__
-    # the documentation has the same names
-    page = Path(__file__).parents[2] / "docs" / "migration.md"
-    assert re.search(rf"[`.]{name}[`(]", page.read_text())
 
 
 def test_functions_are_no_methods():
