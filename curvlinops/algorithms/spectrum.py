@@ -1,7 +1,6 @@
 """Smoothed densities of spectra, on linear and logarithmic axes."""
 
 from collections.abc import Callable
-from functools import cached_property
 from math import inf, isfinite, log, sqrt
 from typing import Concatenate, NamedTuple, Unpack
 
@@ -9,23 +8,17 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.eigsh import thick_restart_lanczos
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.sampling import Estimator, P, RandomOptions, RunningMean, Sampler
 from curvlinops.algorithms.solver import solver
 from curvlinops.support.arguments import check_count
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
-from curvlinops.support.warnings import warn
 
 #: Smallest and largest eigenvalue; those that are ``None`` are estimated.
 Boundaries = tuple[float | None, float | None] | None
 
 #: Nodes with less weight are rounding errors.
 _NEGLIGIBLE = 1e-14
-
-#: A search for the ends of a spectrum takes at most so many Lanczos vectors, and bytes.
-_SEARCH_STEPS, _SEARCH_BYTES = 500, 2**30
 
 
 class SpectralDensity(NamedTuple):
@@ -67,18 +60,13 @@ class LanczosApproximateSpectrumCached:
         A: AnyMatrix,
         ncv: int,
         boundaries: Boundaries = None,
-        boundaries_tol: float = 1e-2,
         **options: Unpack[RandomOptions],
     ):
         self._matrix = Matrix(A, square=True)
         self._ncv = check_count("ncv", ncv, at_least=2, at_most=self._matrix.shape[0])
         self._boundaries = _check_boundaries(boundaries)
-        if not 0 < boundaries_tol < 1:
-            raise ValueError(f"boundaries_tol must lie between 0 and 1, got {boundaries_tol!r}.")
-        self._tol = boundaries_tol
         self._sampler = Sampler(self._matrix, "sphere", ncv, **options)
         self._rules: list[Quadrature] = []
-        self._searched: tuple[Tensor, Tensor] | None = None
 
     @in_default_modes
     def approximate_spectrum(
@@ -110,13 +98,6 @@ class LanczosApproximateSpectrumCached:
         if any(end is not None and end < 0 for end in self._boundaries):
             raise ValueError(f"boundaries are absolute values here, got {self._boundaries}.")
         return self._density(num_repeats, num_points, kappa, margin, return_error, epsilon)
-
-    @cached_property
-    def _search_seed(self) -> int:
-        """The seed of a search for the ends, which does not change the runs."""
-        device = self._matrix.device
-        drawn = torch.randint(2**62, (), generator=self._sampler.generator, device=device)
-        return int(drawn)
 
     def _density(
         self,
@@ -166,69 +147,31 @@ class LanczosApproximateSpectrumCached:
 
         There are fewer if the callback stops.
         """
-        _ = self._search_seed  # drawn first, whether it is used or not
         missing = num - sum(len(rule.nodes) for rule in self._rules)
         self._has_stopped = False
         for start in range(0, missing, self._sampler.chunk_size):
             X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))
             self._rules.append(lanczos(self._matrix, X, self._ncv))
-            self._has_stopped = self._sampler.stops(len(self._rules), self._rules[-1].nodes)
-            if self._has_stopped:
+            if self._sampler.stops(len(self._rules), self._rules[-1].nodes):
                 break
         return Quadrature(*(torch.cat(parts)[:num] for parts in zip(*self._rules, strict=True)))
 
     def _ends(self, rules: Quadrature, is_log: bool) -> tuple[float, float]:
-        """Return the user's boundaries, or estimates where they are not given."""
-        low, high = self._boundaries
-        if is_log:
-            if low is None:
-                # it may lie in the interior of the spectrum, where only the nodes are known
-                low = float(rules.nodes[rules.weights > _NEGLIGIBLE].abs().min())
-            if high is None:
-                high = max(abs(end) for end in self._estimate_ends(rules, [0, 1]))
-            return low, high
-        unknown = [end for end in (0, 1) if self._boundaries[end] is None]
-        estimates = self._estimate_ends(rules, unknown)
-        return estimates[0] if low is None else low, estimates[1] if high is None else high
-
-    def _estimate_ends(self, rules: Quadrature, wanted: list[int]) -> tuple[float, float]:
-        """Estimate both ends of the spectrum, of which the wanted ones (0, 1) must be accurate."""
-        low, high = int(rules.nodes[:, 0].argmin()), int(rules.nodes[:, -1].argmax())
-        ends = torch.stack([rules.nodes[low, 0], rules.nodes[high, -1]]).cpu()
-        errors = torch.stack([rules.residuals[low, 0], rules.residuals[high, -1]]).cpu()
-        inaccurate = bool((errors > self._tol * (ends[1] - ends[0]))[wanted].any())
-        if inaccurate and not self._has_stopped:
-            if self._searched is None:
-                self._searched = self._search_ends()
-            found, errors = self._searched
-            ends = torch.stack([ends[0].minimum(found[0]), ends[1].maximum(found[1])])
-        return float(ends[0] - errors[0]), float(ends[1] + errors[1])
-
-    def _search_ends(self) -> tuple[Tensor, Tensor]:
-        """Search for both ends of the spectrum; return them and their residuals, ``[2]``."""
-        matrix = self._matrix
-        sampler = Sampler(matrix, "sphere", seed=self._search_seed)
-        affordable = _SEARCH_BYTES // (matrix.shape[0] * matrix.dtype.itemsize)
-        steps = min(max(min(_SEARCH_STEPS, affordable), self._ncv, 4), matrix.shape[0])
-        _, pairs, num_missed = thick_restart_lanczos(
-            matrix,
-            sampler.draw(1).T,
-            k=2,
-            which="BE",
-            goals=lambda values: self._tol * (values[-1:] - values[:1]).expand_as(values),
-            ncv=steps,
-            maxiter=0,
-            generator=sampler.generator,
-            num_random=1,
+        """Return the user's boundaries, or where they are not given those of the runs."""
+        least, greatest = (int(x) for x in (rules.nodes[:, 0].argmin(), rules.nodes[:, -1].argmax()))
+        ends = (
+            float(rules.nodes[least, 0] - rules.residuals[least, 0]),
+            float(rules.nodes[greatest, -1] + rules.residuals[greatest, -1]),
         )
-        if num_missed:
-            warn(
-                f"After {steps} Lanczos vectors the ends of the spectrum are not as accurate as "
-                f"boundaries_tol={self._tol}. The grid is wider by their errors. Pass boundaries, "
-                "or a larger boundaries_tol.",
-                ConvergenceWarning,
-            )
-        return pairs.values, torch.hypot(pairs.couplings, pairs.noise)
+        if is_log:
+            # the smallest absolute value may lie in the interior of the spectrum
+            inner = rules.nodes[rules.weights > _NEGLIGIBLE].abs().min()
+            ends = float(inner), max(map(abs, ends))
+        low, high = (
+            end if given is None else given
+            for given, end in zip(self._boundaries, ends, strict=True)
+        )
+        return low, high
 
 
 #: The same class, for whom looks for the density on a logarithmic axis.
@@ -244,7 +187,6 @@ def lanczos_approximate_spectrum(
     kappa: float = 3.0,
     boundaries: Boundaries = None,
     margin: float = 0.05,
-    boundaries_tol: float = 1e-2,
     *,
     return_error: bool = False,
     **options: Unpack[RandomOptions],
@@ -266,20 +208,18 @@ def lanczos_approximate_spectrum(
         num_repeats: The number of random vectors.
         kappa: Larger than one. The larger, the narrower the Gaussians: half way to the next of
             ``ncv`` evenly spaced points they have fallen to ``1 / kappa`` of their height.
-        boundaries: Smallest and largest eigenvalue. An end that is ``None`` is estimated from the
-            Lanczos runs. If these are not accurate enough, a search for the ends takes up to 500
-            more products, or 1 GiB.
+        boundaries: Smallest and largest eigenvalue. An end that is ``None`` is that of the Lanczos
+            runs, and their residual beyond it. For accurate ends, pass those of
+            ``eigsh(A, 2, "BE")``.
         margin: How far the grid extends beyond the boundaries on both sides, relative to their
             distance.
-        boundaries_tol: Largest error of estimated boundaries, relative to their distance.
         return_error: Whether to return the standard error of the density, too.
         **options: ``chunk_size``: number of random vectors at once; ``ncv`` vectors are held in
             memory for each. Default: as many as need 64 MiB. ``seed``: seed of the random vectors.
             ``generator``: generator that draws them. Default: one seeded by PyTorch's global one.
             ``callback``: a function that is called with an ``Iteration`` after each block of
             ``chunk_size`` random vectors; ``values`` are the Ritz values of the block, ``[K,
-            ncv]``. If it returns ``True``, the density is that of the vectors so far, and estimated
-            boundaries are as accurate as these.
+            ncv]``. If it returns ``True``, the density is that of the vectors so far.
 
     Returns:
         Grid and density, both ``[num_points]``. With ``return_error`` a named tuple of ``grid``,
@@ -289,7 +229,7 @@ def lanczos_approximate_spectrum(
         ValueError: If products show that the matrix is not symmetric, it has eigenvalues outside of
             the boundaries and their margin, or an argument is out of range.
     """
-    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
+    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, **options)
     return cached.approximate_spectrum(
         num_repeats, num_points, kappa, margin, return_error=return_error
     )
@@ -304,7 +244,6 @@ def lanczos_approximate_log_spectrum(
     kappa: float = 1.04,
     boundaries: Boundaries = None,
     margin: float = 0.05,
-    boundaries_tol: float = 1e-2,
     epsilon: float = 1e-5,
     *,
     return_error: bool = False,
@@ -321,7 +260,7 @@ def lanczos_approximate_log_spectrum(
     values, ``margin`` relative to their distance in the logarithm, and ``epsilon > 0``, which makes
     the logarithm of zero finite.
     """
-    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, boundaries_tol, **options)
+    cached = LanczosApproximateSpectrumCached(A, ncv, boundaries, **options)
     return cached.approximate_log_spectrum(
         num_repeats, num_points, kappa, margin, epsilon, return_error=return_error
     )

@@ -12,7 +12,6 @@ from matrices import Counting
 from torch import Tensor
 
 from curvlinops import (
-    ConvergenceWarning,
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
     hutchinson_trace,
@@ -157,7 +156,7 @@ def test_densities_integrate_to_one(kappa: float, num_points: int, margin: float
 
 
 @pytest.mark.parametrize("known", [[], [0], [1], [0, 1]])
-@pytest.mark.parametrize("ncv", [2, 30])
+@pytest.mark.parametrize("ncv", [10, 30])
 @pytest.mark.parametrize("name", A)
 def test_boundaries_are_given_or_found(name: str, ncv: int, known: list[int]):
     lam = matrices.SPECTRA[name]
@@ -195,10 +194,8 @@ def test_cached_runs_need_no_products(cached: type, method: str, call):
 @pytest.mark.parametrize("cached, method, call", CACHED)
 def test_more_runs_later_are_those_at_once(cached: type, method: str, call):
     matrix = matrices.with_spectrum(torch.linspace(0, 1, 30) ** 3)
-    # ends this accurate are searched for
     first, second = (
-        getattr(cached(matrix, 5, boundaries_tol=1e-6, chunk_size=c, seed=3), method)
-        for c in (None, 2)
+        getattr(cached(matrix, 5, chunk_size=c, seed=3), method) for c in (None, 2)
     )
     first(2)
     torch.testing.assert_close(first(7), second(7), rtol=1e-9, atol=1e-9)
@@ -220,14 +217,6 @@ def test_multiples_of_the_identity(density, scale: float, dtype: torch.dtype):
 def test_seeds(density):
     first, again, other = (density(A["clustered"], 5, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first[1], again[1]) and not torch.equal(first[1], other[1])
-
-
-def test_the_search_for_the_ends_has_a_limit():
-    counting = Counting((torch.linspace(0, 1, 1000, dtype=torch.float64) ** 4).diag())
-    with pytest.warns(ConvergenceWarning, match="After 500 Lanczos vectors the ends"):
-        grid, _ = lanczos_approximate_spectrum(counting, 10, boundaries_tol=1e-12, margin=0, seed=0)
-    assert counting.products == 10 + 500
-    assert abs(grid[0]) <= 0.02 and abs(grid[-1] - 1) <= 0.02
 
 
 # --- plots
@@ -272,7 +261,6 @@ _BAD = [
     *((f, {"num_points": 1}, "num_points must be an integer >= 2") for f in DENSITIES),
     *((f, {"num_repeats": 0}, "num_repeats must be an integer >= 1") for f in DENSITIES),
     *((f, {"return_error": True}, "num_repeats must be an integer >= 2") for f in DENSITIES),
-    *((f, {"boundaries_tol": 0}, "boundaries_tol must lie") for f in DENSITIES),
     *((f, {"boundaries": 1.0}, "boundaries must be a pair") for f in DENSITIES),
     *((f, {"boundaries": (3.0, 1.0)}, "must be finite and ascending") for f in DENSITIES),
     *((f, {"boundaries": (1.0, 1.5)}, "outside of the boundaries") for f in DENSITIES),
