@@ -1,6 +1,6 @@
 """Some eigenvalues and eigenvectors of a symmetric matrix."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import inf, log
@@ -20,8 +20,6 @@ from curvlinops.support.rng import check_source, read_generator
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
-#: Norms above this can be trusted, also in float64.
-_SMALL = 1e-100
 #: Restarts recombine the basis in parts of about this many bytes.
 _PART = 16 * 2**20
 #: The chance that a random unit vector of n entries has a part below ``_CHANCE * n**-0.5`` along a
@@ -68,7 +66,6 @@ def eigsh(
     k: int = 6,
     which: str = "LM",
     *,
-    block_size: int | None = None,
     ncv: int | None = None,
     v0: Vectors | None = None,
     tol: float = 0.0,
@@ -81,9 +78,8 @@ def eigsh(
 ) -> Eigenpairs:
     """Compute k eigenpairs ``A x = lambda x`` of a symmetric matrix, on its device.
 
-    Block thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal.
-    Appl. 2000). The Krylov space of m vectors contains at most m copies of a multiple eigenvalue.
-    So the search continues with random vectors, orthogonal to all earlier ones, until better
+    Thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal. Appl.
+    2000). A Krylov space contains one copy of a multiple eigenvalue. So the search continues with random vectors, orthogonal to all earlier ones, until better
     eigenvalues are excluded, except for a chance of about 0.1 %. Eigenpairs of structured
     operators, such as KFAC, are computed from their structure.
 
@@ -92,22 +88,18 @@ def eigsh(
         k: Number of eigenpairs, at most D. ``torch.linalg.eigh(A.to_dense())`` is faster for many.
         which: Eigenvalues of largest magnitude (``"LM"``), the largest (``"LA"``), the smallest
             (``"SA"``), or from both ends (``"BE"``; one more from the upper end if k is odd).
-        block_size: Number of vectors that are multiplied at once. Default: as many as ``v0`` has,
-            or one, which needs the fewest products. Larger blocks save time if a product with
-            several vectors costs little more than with one.
-        ncv: Largest number of basis vectors, at least ``k + 2 * block_size`` or D. More basis
-            vectors need fewer products and more memory (``D * ncv`` numbers). More than D count as
-            D. Default: 1000, or as many as fit into 1 GiB, but at least ``max(2 k + 1, 20)``.
-        v0: Start vectors, ``[D]`` or ``[D, block_size]``; or, for an operator on named parameters,
-            a list or dictionary of tensors, like the vectors that it multiplies. Default: random.
+        ncv: Largest number of basis vectors, at least ``k + 2`` or D. More basis vectors need fewer
+            products and more memory (``D * ncv`` numbers). More than D count as D. Default: 1000,
+            or as many as fit into 1 GiB, but at least ``max(2 k + 1, 20)``.
+        v0: The start, a vector of any kind that ``A`` multiplies. Default: random.
         tol: Largest residual relative to ``|lambda|``. Residuals of about ten units of rounding,
             relative to the norm of ``A``, are always accepted. With zero, residuals are as small as
             the accuracy of products allows.
         maxiter: Largest number of restarts. Default: 1000.
         verify: Whether to look for better eigenvalues in the space that the search has not covered.
             This takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
-            spectrum. It takes none if ``v0`` is not given, and at most ``block_size`` eigenvalues
-            are wanted from each end. With False, copies of an eigenvalue may be missing, and
+            spectrum. It takes none if ``v0`` is not given, and one eigenvalue is wanted from each
+            end. With False, copies of an eigenvalue may be missing, and
             eigenvectors that are orthogonal to ``v0``.
         on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
         seed: Seed of random vectors. Default: always the same one; nothing is drawn from PyTorch's
@@ -148,9 +140,10 @@ def eigsh(
     check_choice("which", which, ("LM", "LA", "SA", "BE"))
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
-    given = None if v0 is None else matrix.read_rows(v0)
-    block_size = _block_size(matrix, given, block_size)
-    ncv = _basis_size(matrix, k, block_size, ncv)
+    start = None if v0 is None else matrix.read_rows(v0)
+    if start is not None and len(start) != 1:
+        raise ValueError(f"v0 must be a single vector, got {len(start)}.")
+    ncv = _basis_size(matrix, k, ncv)
     known = matrix.operator._eigenpairs(k, which)
     if known is not None:
         values, vectors = known
@@ -160,13 +153,10 @@ def eigsh(
         return Eigenpairs(values, matrix.vectors(vectors), residuals, matrix.num_products, history)
     # the result does not depend on the start, so that there is no need to draw a seed
     generator = read_generator(matrix.device, 0 if seed is generator is None else seed, generator)
-    start = _random_rows(block_size, matrix, generator) if given is None else given
     observer = _Observer(matrix, callback)
-    goals = partial(_relative, tol)
-    num_random = (block_size if given is None else 0) if verify else None
-    basis, pairs, num_missed = thick_restart_lanczos(
-        matrix, start, k, which, goals, ncv, maxiter, generator, num_random, observer
-    )
+    basis = LanczosBasis(matrix, start, ncv, generator)
+    search = _Search(basis, k, which, tol, verify, is_random=start is None)
+    num_missed, pairs = search.run(maxiter, observer), search.found
     if num_missed:
         fail(
             f"eigsh: after {matrix.num_products} products {num_missed} of {k} pairs have not "
@@ -178,10 +168,6 @@ def eigsh(
     values, residuals = pairs.values.to(vectors), pairs.residuals.to(vectors)
     vectors = matrix.vectors(vectors)
     return Eigenpairs(values, vectors, residuals, matrix.num_products, observer.history())
-
-
-def _relative(tol: float, values: Tensor) -> Tensor:
-    return tol * values.abs()
 
 
 def _count_pairs(k: int, matrix: Matrix) -> int:
@@ -254,74 +240,22 @@ class RitzPairs(NamedTuple):
         return RitzPairs(*(field[..., indices] for field in self))
 
 
-def thick_restart_lanczos(
-    matrix: Matrix,
-    start: Tensor,
-    k: int,
-    which: str,
-    goals: Callable[[Tensor], Tensor],
-    ncv: int,
-    maxiter: int,
-    generator: torch.Generator,
-    num_random: int | None,
-    observe: Callable[["LanczosBasis", RitzPairs], bool] | None = None,
-) -> tuple["LanczosBasis", RitzPairs, int]:
-    """Find eigenpairs at the ends of the spectrum by block thick-restart Lanczos.
-
-    A Krylov space has at most as many copies of an eigenvalue as there are start vectors, and no
-    eigenvector that is orthogonal to them. So b random vectors show b eigenpairs at each end. If
-    more are wanted, or the start is not random, a probe follows: another Krylov space, of a random
-    vector that is orthogonal to the basis. The search ends when the probe excludes better
-    eigenvalues, and continues with those that it finds. Each probe but the last one brings at least
-    one pair.
-
-    Args:
-        matrix: The symmetric matrix.
-        start: Rows ``[b, D]`` that span the first block.
-        k: See ``eigsh``, as for ``which``, ``ncv`` and ``maxiter``.
-        which: The wanted eigenvalues.
-        goals: Takes all Ritz values ``[m]``; returns their largest residuals, ``[m]``.
-        ncv: The largest number of basis vectors.
-        maxiter: The largest number of restarts.
-        generator: Draws the vectors of probes.
-        num_random: The number of vectors of the start that are random. ``None``: no probes.
-        observe: Called with the basis and the wanted pairs at each check. True ends the search.
-
-    Returns:
-        The basis; the k wanted pairs, by ascending value; the number of pairs that miss their goal,
-        or may not be the wanted ones.
-    """
-    basis = LanczosBasis(matrix, start, ncv, generator)
-    search = _Search(basis, k, which, goals, num_random)
-    restarts = checked = 0
-    while True:
-        # in a large basis, Ritz pairs cost more time than the products that they may save
-        is_due = basis.size >= k and basis.size - checked > (basis.num_new / 160) ** 2
-        if is_due or basis.is_full or basis.is_complete:
-            checked = basis.size
-            search.check()
-            if observe is not None and observe(basis, search.found):
-                return basis, search.found, 0
-            if search.is_done():
-                return basis, search.found, search.num_missed
-            if basis.is_full:
-                if restarts == maxiter:
-                    # if all have converged, there may be better ones in the rest of the space
-                    return basis, search.found, max(search.num_missed, 1)
-                restarts, checked = restarts + 1, 0
-                search.restart()
-        basis.expand()
-
-
 class _Search:
     """Decides which Ritz pairs of a basis are the wanted ones, and how the search goes on.
+
+    A Krylov space has one copy of an eigenvalue, and no eigenvector that is orthogonal to the
+    start. So a random start shows one eigenpair at each end. If more are wanted, or the start is
+    not random, a probe follows: another Krylov space, of a random vector that is orthogonal to the
+    converged pairs, which are locked. The search ends when the probe excludes better eigenvalues,
+    and continues with those that it finds.
 
     Args:
         basis: The basis.
         k: The number of wanted pairs.
         which: The wanted eigenvalues.
-        goals: The largest residuals, as a function of all Ritz values.
-        num_random: See ``thick_restart_lanczos``.
+        tol: The largest residuals, relative to eigenvalues.
+        verify: Whether to probe.
+        is_random: Whether the start is.
 
     Attributes:
         found: The wanted pairs at the last check, by ascending value.
@@ -336,19 +270,47 @@ class _Search:
         basis: "LanczosBasis",
         k: int,
         which: str,
-        goals: Callable[[Tensor], Tensor],
-        num_random: int | None,
+        tol: float,
+        verify: bool,
+        is_random: bool,
     ):
-        self._basis, self._k, self._which, self._goals = basis, k, which, goals
-        self._num_random = num_random
+        self._basis, self._k, self._which, self._tol = basis, k, which, tol
+        self._verify, self._is_random = verify, is_random
         #: In a probe, wanted pairs are locked, and better eigenvalues are outside of these limits.
         self._limits: tuple[float, float] | None = None
+
+    def run(self, maxiter: int, observe: "_Observer") -> int:
+        """Search; return the number of pairs that miss their goal, or may not be the wanted ones.
+
+        Args:
+            maxiter: The largest number of restarts.
+            observe: Called with the basis and the wanted pairs at each check. True ends the search.
+        """
+        basis, restarts, checked = self._basis, 0, 0
+        while True:
+            # in a large basis, Ritz pairs cost more time than the products that they may save
+            is_due = basis.size >= self._k and basis.size - checked > (basis.num_new / 160) ** 2
+            if is_due or basis.is_full or basis.is_complete:
+                checked = basis.size
+                self.check()
+                if observe(basis, self.found):
+                    return 0
+                if self.is_done():
+                    return self.num_missed
+                if basis.is_full:
+                    if restarts == maxiter:
+                        # if all have converged, there may be better ones in the rest of the space
+                        return max(self.num_missed, 1)
+                    restarts, checked = restarts + 1, 0
+                    self.restart()
+            basis.expand()
 
     def check(self) -> None:
         """Compute the Ritz pairs, and find the wanted ones."""
         self._pairs = pairs = self._basis.ritz()
         # more products do not reduce the noise of products in low precision
-        allowed = self._goals(pairs.values).clamp(min=self._basis.rounding).maximum(pairs.noise)
+        goals = (self._tol * pairs.values.abs()).clamp(min=self._basis.rounding)
+        allowed = goals.maximum(pairs.noise)
         self._converged = pairs.couplings <= allowed
         known = (pairs.is_locked | (self._limits is None)).nonzero()[:, 0]
         self._order = known[_order(pairs.values[known], self._which)]
@@ -374,10 +336,10 @@ class _Search:
         if self.num_missed or basis.is_beginning:
             return basis.is_complete
         at_one_end = (self._k + 1) // 2 if self._which == "BE" else self._k
-        if basis.is_complete or self._num_random is None:
+        if basis.is_complete or not self._verify:
             return True
-        if at_one_end <= self._num_random:
-            return self._num_random > 1 or self._excludes_far()
+        if at_one_end == 1 and self._is_random:
+            return self._excludes_far()
         self._begin_probe()
         return False
 
@@ -389,7 +351,7 @@ class _Search:
         high = {"LM": smallest, "LA": float(values[0])}.get(self._which, inf)
         if self._which == "BE":
             low, high = (float(values[num_low - 1]) if num_low else -inf), float(values[num_low])
-        self._limits, self._num_random = (low - self._slack, high + self._slack), 0
+        self._limits, self._is_random = (low - self._slack, high + self._slack), False
         # unconverged pairs are locked, too, if there is room: then a probe takes fewer products
         is_settled = bool(self._converged.all())
         if self._basis.size > self._basis.most_locked(k):
@@ -402,12 +364,17 @@ class _Search:
         self._limits = None
         if not self._basis.is_settled:
             better = self._pairs.select(is_better & ~self._converged)
-            rows = self._basis.combine(better.vectors.sum(1, keepdim=True)).T
+            row = self._basis.combine(better.vectors.sum(1, keepdim=True)).T
             self.check()
             self._lock()
             if len(better.values):
-                self._basis.begin(rows)
+                self._basis.begin(row)
         self.check()
+
+    def _lock(self) -> None:
+        """Keep converged pairs only, the most wanted ones."""
+        order = self._order[self._converged[self._order]]
+        self._basis.lock(self._pairs.select(order[: self._basis.most_locked(self._k)]))
 
     def _excludes_far(self) -> bool:
         """Return whether the start excludes eigenvalues that would double the known spectrum."""
@@ -419,56 +386,33 @@ class _Search:
     def _excludes(self, limit: float) -> bool:
         return self._basis.excludes(limit, self._pairs)
 
-    def _lock(self) -> None:
-        """Keep converged pairs only, the most wanted ones."""
-        order = self._order[self._converged[self._order]]
-        self._basis.lock(self._pairs.select(order[: self._basis.most_locked(self._k)]))
-
     def restart(self) -> None:
         """Make room for more products."""
         basis, pairs, k = self._basis, self._pairs, self._k
         keep = k + (basis.ncv - k) // 3
         if self._limits is None:
-            keep = min(keep + (k - self.num_missed) // 3, basis.ncv - 2 * max(basis.num_pending, 1))
+            keep = min(keep + (k - self.num_missed) // 3, basis.ncv - 2)
             best = self._order[: max(k, keep // 2)]
             locked, new = best[pairs.is_locked[best]], self._order
-        elif basis.is_settled:
-            keep = min(keep, basis.ncv - 2)
-            gaps = torch.stack([(pairs.values - limit).abs() for limit in self._limits]).amin(0)
-            locked, new = pairs.is_locked.nonzero()[:, 0], gaps.argsort()
-        else:
+        elif not basis.is_settled:
             self._lock()
             basis.begin(basis.random_row())
             return
+        else:
+            keep = min(keep, basis.ncv - 2)
+            gaps = torch.stack([(pairs.values - limit).abs() for limit in self._limits]).amin(0)
+            locked, new = pairs.is_locked.nonzero()[:, 0], gaps.argsort()
         new = new[~pairs.is_locked[new]]
         basis.restart(pairs, torch.cat([locked, new[: max(keep - len(locked), 1)]]))
 
 
-def _block_size(matrix: Matrix, given: Tensor | None, block_size: int | None) -> int:
-    """Return the number of start vectors."""
-    size = block_size if block_size is not None else (1 if given is None else len(given))
-    size = check_count("block_size", size, at_most=matrix.shape[0])
-    if given is not None and len(given) != size:
-        raise ValueError(f"v0 has {len(given)} vectors, but block_size is {size}.")
-    return size
-
-
-def _random_rows(count: int, matrix: Matrix, generator: torch.Generator) -> Tensor:
-    return matrix.space.draw(count, lambda x: x.normal_(generator=generator))
-
-
-def _basis_size(matrix: Matrix, k: int, block_size: int, ncv: int | None) -> int:
+def _basis_size(matrix: Matrix, k: int, ncv: int | None) -> int:
     """Return the largest number of basis vectors."""
-    dim, least = matrix.shape[0], k + 2 * block_size
+    dim = matrix.shape[0]
     if ncv is not None:
-        return min(check_count("ncv", ncv, at_least=min(least, dim)), dim)
+        return min(check_count("ncv", ncv, at_least=min(k + 2, dim)), dim)
     affordable = min(_NCV, _BASIS_BYTES // (dim * matrix.dtype.itemsize))
-    return min(dim, max(affordable, 2 * k + 1, 20, k + 4 * block_size))
-
-
-def _best(values: Tensor, k: int, which: str) -> Tensor:
-    """Return indices of the k most wanted ones of ascending values, ascending."""
-    return _order(values, which)[:k].sort().values
+    return min(dim, max(affordable, 2 * k + 1, 20))
 
 
 def _order(values: Tensor, which: str) -> Tensor:
@@ -484,14 +428,14 @@ def _order(values: Tensor, which: str) -> Tensor:
 
 
 class LanczosBasis:
-    """An orthonormal basis V with ``A V = V H + Q B``, stored as rows.
+    """An orthonormal basis V with ``A V = V H + q b^T``, stored as rows.
 
-    Q is the orthonormal block that is multiplied next. H has the measured coefficients, and is
-    symmetric up to the rounding errors of products.
+    q is the unit vector that is multiplied next. H has the measured coefficients, and is symmetric
+    up to the rounding errors of products.
 
     Args:
         matrix: The matrix.
-        start: Rows ``[b, D]`` that span the first block; they may be linearly dependent.
+        start: The start, ``[1, D]``. Default: random.
         ncv: The largest number of rows.
         generator: Draws new rows when V spans an invariant subspace.
 
@@ -499,23 +443,20 @@ class LanczosBasis:
         size: The number m of rows of V.
         num_locked: The number of first rows of V that stay as they are. The others are one Krylov
             space, orthogonal to them.
-        num_pending: The number of rows of Q. If zero, the Krylov space has ended.
-        is_settled: Whether the locked Ritz pairs have converged.
+        is_settled: Whether the locked Ritz pairs have converged. If not, the vectors that their
+            residuals need are neither in V nor in q.
     """
 
-    def __init__(self, matrix: Matrix, start: Tensor, ncv: int, generator: torch.Generator):
-        self._matrix, self._generator = matrix, generator
-        self._eps = torch.finfo(matrix.dtype).eps
-        self.ncv, self._block_size = ncv, len(start)
-        self._space = matrix.space
-        self._rows = start.new_zeros(min(ncv, 50) + len(start), start.shape[1])  # V, then Q
+    def __init__(self, matrix: Matrix, start: Tensor | None, ncv: int, generator: torch.Generator):
+        self._matrix, self._generator, self.ncv = matrix, generator, ncv
+        self._space, self._eps = matrix.space, torch.finfo(matrix.dtype).eps
+        self._rows = matrix.space.empty(min(ncv, 50) + 1)  # V, then q
         self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self._noise = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norm = 0.0  # a lower bound on the norm of A: the largest product so far
         self._locked: RitzPairs | None = None
-        self.is_settled = True
         self.size = self.num_locked = 0
-        self._inject(start)
+        self.begin(self.random_row() if start is None else start)
 
     @property
     def rounding(self) -> float:
@@ -535,46 +476,67 @@ class LanczosBasis:
     @property
     def is_full(self) -> bool:
         """Whether there is no room for another product."""
-        return self.size + max(self.num_pending, 1) > self.ncv and not self.is_complete
+        return self.size == self.ncv and not self.is_complete
 
     @property
     def is_beginning(self) -> bool:
         """Whether the start of a Krylov space waits for its first product."""
-        return self.num_pending > 0 and self.size == self.num_locked
+        return self._has_next and not self.num_new
+
+    def random_row(self) -> Tensor:
+        """Draw the start of a Krylov space, ``[1, D]``."""
+        return self._space.draw(1, lambda x: x.normal_(generator=self._generator))
+
+    def begin(self, row: Tensor, is_settled: bool = True) -> None:
+        """Lock all of V, and begin the Krylov space of another row, orthogonal to V."""
+        if self.size:
+            pairs = self.ritz()
+            self._locked = pairs._replace(is_locked=torch.ones_like(pairs.is_locked))
+        self.num_locked, self.is_settled = self.size, is_settled
+        rows, size = self._rows[: self.size], self._space.norms(row).to(row).unsqueeze(1)
+        row = row / size.where(size > 0, 1.0)
+        for _ in range(2):
+            row = row - self._space.gram(row, rows) @ rows
+        row, _ = self._unit(row, 100 * self._eps)
+        row, _ = self._unit(row - self._space.gram(row, rows) @ rows, 0.5)
+        self._set_next(row, torch.zeros(self.size, dtype=torch.float64, device="cpu"))
+        self._first_coupled, self._log_betas, self._dropped = 0, 0.0, list[Tensor]()
+        self._start = torch.zeros(self.size, dtype=torch.float64, device="cpu")  # q_0, in the basis
 
     def expand(self) -> None:
-        """Multiply Q by the matrix, and append Q to V; if Q is empty, draw a random vector."""
-        if not self.num_pending:
+        """Multiply q by the matrix, and append q to V; if there is none, draw a random vector."""
+        if not self._has_next:
             self.begin(self.random_row())
-        start, end = self.size, self.size + self.num_pending
-        W = (self._matrix @ self._rows[start:end].T).T.contiguous()
-        largest = float(self._space.norms(W).max())
+        m = self.size
+        w = (self._matrix @ self._rows[m : m + 1].T).T.contiguous()
+        largest = float(self._space.norms(w))
         self._norm = max(self._norm, largest)
-        H = torch.zeros(end, end, dtype=torch.float64, device="cpu")
-        H[:start, :start], H[start:, :start] = self._H, self._B
+        H = torch.zeros(m + 1, m + 1, dtype=torch.float64, device="cpu")
+        H[:m, :m], H[m, :m] = self._H, self._b
         # in exact arithmetic the first pass is enough; the second one removes rounding errors
         for first in (self._first_coupled, 0):
-            rows = self._rows[first:end]
-            coefficients = self._space.gram(rows, W)
-            W.addmm_(coefficients.T, rows, alpha=-1)
-            H[first:, start:] += coefficients.double().cpu()
-        Q, R = self._orthonormal(W, self.rounding, end)
-        if len(Q) and float(R if len(W) == 1 else torch.linalg.svdvals(R)[-1]) < 0.1 * largest:
+            rows = self._rows[first : m + 1]
+            coefficients = self._space.gram(rows, w)
+            w.addmm_(coefficients.T, rows, alpha=-1)
+            H[first:, m] += coefficients[:, 0].double().cpu()
+        is_beginning = float(self.is_beginning)
+        self.size = m + 1
+        q, beta = self._unit(w, self.rounding)
+        if 0 < beta < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
-            rows = self._rows[:end]
-            Q, correction = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, end)
-            R = correction @ R
-        self._log_betas += log(abs(float(R))) if len(R) == len(W) == 1 else inf
-        first = torch.full(
-            (end - start,), float(self.is_beginning), dtype=torch.float64, device="cpu"
+            rows = self._rows[: m + 1]
+            q, rest = self._unit(q - self._space.gram(q, rows) @ rows, 0.5)
+            beta *= rest
+        self._log_betas += log(beta) if beta else inf
+        self._check_symmetric(H, m)
+        self._H, self._first_coupled = H, m
+        self._start, self._noise = (
+            torch.nn.functional.pad(x, (0, 1), value=last)
+            for x, last in ((self._start, is_beginning), (self._noise, 0.0))
         )
-        self._start = torch.cat([self._start, first])
-        self._check_symmetric(H, start)
-        self._noise = torch.cat([self._noise, self._noise.new_zeros(end - start)])
-        self.size, self._H, self._first_coupled = end, H, start
-        B = torch.zeros(len(Q), end, dtype=torch.float64, device="cpu")
-        B[:, start:] = R
-        self._set_pending(Q, B)
+        b = torch.zeros(m + 1, dtype=torch.float64, device="cpu")
+        b[m] = beta
+        self._set_next(q, b)
 
     def ritz(self) -> RitzPairs:
         """Return the locked Ritz pairs, and those of the other rows."""
@@ -584,12 +546,12 @@ class LanczosBasis:
             padded = torch.nn.functional.pad(self._locked.vectors, (0, 0, 0, rows))
             parts.append(self._locked._replace(vectors=padded))
         if first < self.size:
-            H, B = self._H[first:, first:], self._B[:, first:]
+            H = self._H[first:, first:]
             values, part = torch.linalg.eigh((H + H.T) / 2)
-            skew = ((H - H.T) / 2 @ part).norm(dim=0)
             # noise of different basis vectors is uncorrelated, so that squares add up
-            noise = torch.hypot(skew, ((part**2).T @ self._noise[first:] ** 2).sqrt())
-            couplings = (B @ part).norm(dim=0)
+            noise = ((part**2).T @ self._noise[first:] ** 2).sqrt()
+            noise = noise.hypot(((H - H.T) / 2 @ part).norm(dim=0))
+            couplings = (self._b[first:] @ part).abs()
             to_locked = (self._H[:first, first:] @ part).norm(dim=0)
             if self.is_settled:  # as small as tolerances; more products do not reduce it
                 noise = noise.hypot(to_locked)
@@ -603,28 +565,10 @@ class LanczosBasis:
         pairs = RitzPairs(*(torch.cat(fields, dim=-1) for fields in zip(*parts, strict=True)))
         return pairs.select(pairs.values.argsort(stable=True))
 
-    def begin(self, rows: Tensor, is_settled: bool = True) -> None:
-        """Lock all of V, and begin the Krylov space of other rows, orthogonal to V.
-
-        Args:
-            rows: The start, ``[b, D]``.
-            is_settled: Whether all locked pairs have converged. If not, the vectors that their
-                residuals need are neither in V nor in Q.
-        """
-        if self.size:
-            pairs = self.ritz()
-            self._locked = pairs._replace(is_locked=torch.ones_like(pairs.is_locked))
-        self.num_locked, self.is_settled = self.size, is_settled
-        self._inject(rows)
-
     def most_locked(self, k: int) -> int:
         """Return how many rows may be locked, so that there is room for a search of k pairs."""
         is_limited = self.ncv < self._matrix.shape[0]
         return min((k + self.ncv) // 2, self.ncv - 2) if is_limited else self.ncv
-
-    def random_row(self) -> Tensor:
-        """Draw the start of another Krylov space, ``[1, D]``."""
-        return _random_rows(1, self._matrix, self._generator)
 
     def excludes(self, limit: float, pairs: RitzPairs) -> bool:
         """Return whether the Krylov space of a random vector excludes eigenvalues beyond a limit.
@@ -643,7 +587,7 @@ class LanczosBasis:
             limit: A number beyond the Ritz values.
             pairs: All Ritz pairs.
         """
-        if not self.num_pending:
+        if not self._has_next:
             return True
         num_left = self._matrix.shape[0] - self.num_locked
         chance = max(_CHANCE * num_left**-0.5, self._eps)
@@ -657,7 +601,7 @@ class LanczosBasis:
         return self._log_betas - float(others.log().sum() - inverse.log().sum()) <= log(chance)
 
     def restart(self, pairs: RitzPairs, kept: Tensor) -> None:
-        """Replace V by Ritz vectors; Q stays.
+        """Replace V by Ritz vectors; q stays.
 
         Args:
             pairs: All Ritz pairs.
@@ -668,7 +612,7 @@ class LanczosBasis:
         self._dropped.append(pairs.values[is_dropped])
         pairs = pairs.select(kept)
         self._start = pairs.vectors.T @ self._start
-        Q = self._rows[self.size : self.size + self.num_pending].clone()
+        q = self._rows[self.size : self.size + self._has_next].clone()
         coefficients = pairs.vectors.T.to(self._rows)
         width = max(_PART // (self.size * self._rows.itemsize), 1)
         for part in self._rows.split(width, dim=1):
@@ -678,56 +622,36 @@ class LanczosBasis:
         eye = torch.eye(self.num_locked, dtype=torch.float64, device="cpu")
         locked = pairs.select(pairs.is_locked)._replace(vectors=eye)
         self._locked = locked if self.num_locked else None
-        self._set_pending(Q, self._B @ pairs.vectors)
+        self._set_next(q, self._b @ pairs.vectors)
 
     def lock(self, pairs: RitzPairs) -> None:
-        """Replace V by Ritz vectors, all of them locked, and drop Q."""
+        """Replace V by Ritz vectors, all of them locked, and drop q."""
         pairs = pairs._replace(is_locked=torch.ones_like(pairs.is_locked))
         self.restart(pairs, torch.arange(len(pairs.values), device="cpu"))
-        self._set_pending(self._rows[:0], self._B[:0])
+        self._has_next = False
 
     def combine(self, Y: Tensor) -> Tensor:
         """Return the vectors ``[D, p]`` with coefficients ``[m, p]`` in the basis."""
         rows = self._rows[: self.size]
         return rows.T @ Y.to(rows)
 
-    def _inject(self, block: Tensor) -> None:
-        """Orthogonalize rows against V, and make them the block Q, the start of a Krylov space."""
-        sizes = self._space.norms(block).to(block).unsqueeze(1)
-        block = block / sizes.where(sizes > 0, 1.0)
-        rows = self._rows[: self.size]
-        for _ in range(2):
-            block = block - self._space.gram(block, rows) @ rows
-        Q, _ = self._orthonormal(block, 100 * self._eps, self.size)
-        Q, _ = self._orthonormal(Q - self._space.gram(Q, rows) @ rows, 0.5, self.size)
-        self._set_pending(Q, torch.zeros(len(Q), self.size, dtype=torch.float64, device="cpu"))
-        self._first_coupled = 0
-        self._log_betas, self._dropped = 0.0, list[Tensor]()
-        self._start = torch.zeros(self.size, dtype=torch.float64, device="cpu")  # q_0, in the basis
+    def _unit(self, row: Tensor, negligible: float) -> tuple[Tensor, float]:
+        """Return a row ``[1, D]`` of norm one, and its norm; no row ``[0, D]`` if it is negligible.
 
-    def _orthonormal(self, W: Tensor, negligible: float, size: int) -> tuple[Tensor, Tensor]:
-        """Return orthonormal rows Q ``[r, D]`` and R with ``W.T = Q.T @ R`` up to ``negligible``.
-
-        A basis of the given size leaves ``D - size`` directions, which limits r.
+        A basis of all dimensions leaves nothing.
         """
-        most = self._matrix.shape[0] - size
-        # squares of smaller numbers vanish
-        if len(W) == 1 and float(norm := self._space.norms(W)) > _SMALL:
-            rank = min(int(norm > negligible), most)
-            return (W / norm.to(W))[:rank], norm[:rank, None].cpu()
-        Q, R = self._space.qr(W)
-        U, S, Vt = torch.linalg.svd(R.double().cpu())
-        rank = min(int((S > negligible).sum()), most)
-        return U[:, :rank].T.to(W) @ Q, S[:rank, None] * Vt[:rank]
+        norm = self._space.norms(row)
+        if self.is_complete or not len(row) or not float(norm) > negligible:
+            return row[:0], 0.0
+        return row / norm.to(row), float(norm)
 
-    def _set_pending(self, Q: Tensor, B: Tensor) -> None:
-        end = self.size + len(Q)
-        if end > len(self._rows):
-            longer = self._rows.new_zeros(min(2 * end, self.ncv + self._block_size), Q.shape[1])
-            longer[: self.size] = self._rows[: self.size]
+    def _set_next(self, q: Tensor, b: Tensor) -> None:
+        if self.size == len(self._rows):
+            longer = self._rows.new_empty(min(2 * self.size, self.ncv + 1), self._rows.shape[1])
+            longer[: self.size] = self._rows
             self._rows = longer
-        self._rows[self.size : end] = Q
-        self.num_pending, self._B = len(Q), B
+        self._has_next, self._b = len(q) > 0, b
+        self._rows[self.size : self.size + len(q)] = q
 
     def _check_symmetric(self, H: Tensor, start: int) -> None:
         """Check that the measured coefficients of the last block are symmetric."""

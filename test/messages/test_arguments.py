@@ -34,7 +34,6 @@ def on_data(kind: type, **options: Any) -> torch.Tensor:
 USES: dict[str, Callable[[Any], Any]] = {
     "num_tests": lambda two: c.dottest(A, two, seed=0),
     "k": lambda two: c.eigsh(A, k=two, seed=0).eigenvalues,
-    "block_size": lambda two: c.eigsh(A, k=2, block_size=two, seed=0).eigenvalues,
     "ncv": lambda two: c.eigsh(A, k=2, ncv=5 * two, seed=0).eigenvalues,
     "maxiter": lambda two: c.eigsh(A, k=2, maxiter=two, ncv=10, seed=0).eigenvalues,
     "seed of eigsh": lambda two: c.eigsh(A, k=2, seed=two).eigenvectors.abs(),
@@ -109,7 +108,6 @@ def test_choices():
         (lambda: c.LSMRInverseLinearOperator(A, conlim=-1), "conlim must be a number >= 0, got -1"),
         (lambda: c.CGInverseLinearOperator(A, on_failure="x"), "on_failure must be one of"),
         (lambda: c.eigsh(A, 0), "k must be an integer from 1 to 10, got 0"),
-        (lambda: c.eigsh(A, 1, block_size=11), "block_size must be an integer from 1 to 10"),
         (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),
         (lambda: c.dottest(A, True), "num_tests must be an integer >= 1, got True"),
     ],
