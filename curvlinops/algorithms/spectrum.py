@@ -148,7 +148,6 @@ class LanczosApproximateSpectrumCached:
         There are fewer if the callback stops.
         """
         missing = num - sum(len(rule.nodes) for rule in self._rules)
-        self._has_stopped = False
         for start in range(0, missing, self._sampler.chunk_size):
             X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))
             self._rules.append(lanczos(self._matrix, X, self._ncv))
