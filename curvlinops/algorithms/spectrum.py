@@ -157,7 +157,9 @@ class LanczosApproximateSpectrumCached:
 
     def _ends(self, rules: Quadrature, is_log: bool) -> tuple[float, float]:
         """Return the user's boundaries, or where they are not given those of the runs."""
-        least, greatest = (int(x) for x in (rules.nodes[:, 0].argmin(), rules.nodes[:, -1].argmax()))
+        least, greatest = (
+            int(x) for x in (rules.nodes[:, 0].argmin(), rules.nodes[:, -1].argmax())
+        )
         ends = (
             float(rules.nodes[least, 0] - rules.residuals[least, 0]),
             float(rules.nodes[greatest, -1] + rules.residuals[greatest, -1]),

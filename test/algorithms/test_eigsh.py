@@ -107,9 +107,7 @@ EXHAUSTED = {
 )
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("name", EXHAUSTED)
-def test_all_copies_where_krylov_spaces_end(
-    name: str, which: str, dtype: type, tolerance: float
-):
+def test_all_copies_where_krylov_spaces_end(name: str, which: str, dtype: type, tolerance: float):
     A = EXHAUSTED[name].astype(dtype)
     scale = max(np.abs(A).sum(1).max(), 1e-30)
     for k in (1, 2, 3, 5, 8):

@@ -194,9 +194,7 @@ def test_cached_runs_need_no_products(cached: type, method: str, call):
 @pytest.mark.parametrize("cached, method, call", CACHED)
 def test_more_runs_later_are_those_at_once(cached: type, method: str, call):
     matrix = matrices.with_spectrum(torch.linspace(0, 1, 30) ** 3)
-    first, second = (
-        getattr(cached(matrix, 5, chunk_size=c, seed=3), method) for c in (None, 2)
-    )
+    first, second = (getattr(cached(matrix, 5, chunk_size=c, seed=3), method) for c in (None, 2))
     first(2)
     torch.testing.assert_close(first(7), second(7), rtol=1e-9, atol=1e-9)
 

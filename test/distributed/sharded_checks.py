@@ -1,5 +1,4 @@
 """Checks of test_parallel.py with models whose parameters are sharded over the processes."""
-from curvlinops.support.torch_internals import shape_of_output
 
 import contextlib
 import copy
@@ -55,6 +54,7 @@ from curvlinops import ParameterSpace
 from curvlinops.influence import preconditioned, self_scores, top_scores
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
+from curvlinops.support.torch_internals import shape_of_output
 from curvlinops.team import shards
 from curvlinops.team.collectives import begin_gather
 from curvlinops.team.schedule import Schedule

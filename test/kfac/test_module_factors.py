@@ -1,8 +1,5 @@
 """Factors by module and captured layers, as programs read them for sums of their own."""
 
-import copy
-import io
-import pickle
 import re
 from collections.abc import Callable
 
@@ -14,7 +11,7 @@ from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
+from curvlinops import FisherType, KFACLinearOperator
 from curvlinops.operators.kfac.captured import CapturedLayer
 
 

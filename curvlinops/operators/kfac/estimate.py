@@ -32,8 +32,8 @@ from curvlinops.operators.vectors import (
     signed_hessian_roots,
 )
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.support.warnings import warn
 from curvlinops.support.torch_internals import shape_of_output
+from curvlinops.support.warnings import warn
 
 _UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 
