@@ -51,13 +51,15 @@ def compare_adjoint(
     """Compare two functions that multiply by a matrix J, and by its transpose.
 
     ``<w, J v>`` is compared with ``<J^T w, v>`` for random w. The random v is scaled such that each
-    input counts equally. The rounding error of ``J^T w`` is measured: it is linear in w.
+    input counts equally. The rounding error of ``J^T w`` is measured: it is linear in w, as is seen
+    by much larger and smaller ones, and by their negatives.
 
     Returns:
         Whether they agree, and the sizes of ``J^T w``, by which this was compared.
     """
+    dtypes = {*dtypes}
     tolerance = max(_ROUNDING.get(dtype, 0.05) for dtype in dtypes)
-    dots, sums, sizes = [], dict[str, Tensor](), dict[str, float]()
+    dots, sums, sizes, first = [], dict[str, Tensor](), dict[str, float](), dict[str, Tensor]()
     with without_torch_function():  # an evaluation watches what the model calls, not this
         w = list(_randn(output, 2, seed=0))
         w.append(w[0] + w[1])
@@ -67,6 +69,14 @@ def compare_adjoint(
             dots.append({n: double_dot(z, grads[n]) for n, z in directions(inputs, grads, seed=1)})
             sizes |= {name: float(double_norm(x)) for name, x in grads.items()}
             sums |= {name: sums.get(name, 0) + sign * x for name, x in grads.items()}
+            first = first or grads
+    far = 2.0 ** (4 if torch.float16 in dtypes else 10)  # a power of two changes no rounding
+    for factor in (far, -1 / far):
+        for name, x in vjp(factor * w[0]).items():
+            with without_torch_function():
+                error = float(double_norm(x / factor - first[name]))
+                if not error <= tolerance * float(double_norm(first[name])):
+                    return False, sizes
     with without_torch_function():
         rounding = {name: float(double_norm(x)) for name, x in sums.items()}
         # an input whose gradient is zero but for rounding counts little
@@ -136,16 +146,16 @@ def check_derivative(
     for names in differences.groups():
         wrong: Tensor | bool = True
         for seed in range(_NUM_DIRECTIONS):
-            found = differences.along(names, seed)
-            wrong = wrong & found.are_wrong
+            errors, sizes, are_wrong, is_unclear = differences.along(names, seed)
+            wrong = wrong & are_wrong
             if not bool(wrong.any()):
                 break
         else:
-            error = float((found.errors / found.sizes.maximum(found.errors))[wrong].max())
+            error = float((errors / sizes.maximum(errors))[wrong].max())
             raise RuntimeError(
                 f"{what}{_along(names)} is off by {error:.1e} from central differences. {remedy}"
             )
-        if found.are_unclear:
+        if is_unclear:
             unclear += names
     if unclear:
         warn(
@@ -159,22 +169,6 @@ def _along(names: list[str]) -> str:
     """Return the names of parameters, for messages."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f" along {', '.join(map(repr, names[:3]))}{more}" if names != [""] else ""
-
-
-class _Found(NamedTuple):
-    """How products differ from differences, for each part ``[G]``.
-
-    Attributes:
-        errors: The norms of what differs.
-        sizes: The norms of the differences.
-        are_wrong: Whether that is more than the errors of the differences.
-        are_unclear: Whether the differences do not tell whether the products are right.
-    """
-
-    errors: Tensor
-    sizes: Tensor
-    are_wrong: Tensor
-    are_unclear: bool
 
 
 class _Differences:
@@ -216,10 +210,13 @@ class _Differences:
         if group:
             yield group
 
-    def along(self, names: list[str], seed: int) -> _Found:
+    def along(self, names: list[str], seed: int) -> tuple[Tensor, Tensor, Tensor, bool]:
         """Compare a product with a random vector for some of the names.
 
-        Each part is compared with the step size that is best for it.
+        Returns:
+            Of each part ``[G]``, with the step size that is best for it: the norms of what differs
+            and of differences, and whether it is more than their errors; and whether these are too
+            large to tell.
         """
         at, near = self._gradient.at, self._near
         some = {name: at[name] for name in names}
@@ -243,7 +240,7 @@ class _Differences:
         # what is zero but for rounding errors agrees with differences of rounding errors
         is_unclear = is_off | ~is_told & ~(uncertainty <= rounding)
         are_unclear = bool((is_unclear & self._are_named(names)).any()) or not bool(is_told.any())
-        return _Found(errors, sizes, is_off & (errors > 2 * kinks), are_unclear)
+        return errors, sizes, is_off & (errors > 2 * kinks), are_unclear
 
     def _differ(self, product: Tensors, v: Tensors, h: float) -> Tensor:
         """Compare a product with two differences, the narrow one of step size h.

@@ -34,20 +34,6 @@ def probe(output: Tensor) -> Tensor:
     return random.to(output.dtype)
 
 
-def sample_weights(num_samples: int, like: Tensor) -> Tensor:
-    """Return distinct weights of the samples, with random signs. Both signs occur."""
-    generator = torch.Generator().manual_seed(171_000 + num_samples)
-    sizes = 0.5 + torch.rand(num_samples, generator=generator, device="cpu")
-    order = torch.randperm(num_samples, generator=generator, device="cpu")
-    return (sizes * (1 - 2 * (order % 2))).to(like.dtype).to(like.device)
-
-
-def weighted(u: Tensor, r: Tensor) -> Tensor:
-    """Return backpropagated vectors ``[N * S, *]`` times the samples' weights ``[N]``."""
-    r = r.repeat_interleave(len(u) // max(len(r), 1))
-    return u * r.reshape(-1, *(1,) * (u.ndim - 1))
-
-
 class Comparison:
     """Compares sums of gradients with autograd's, one after the other.
 

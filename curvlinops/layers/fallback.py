@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import vjp_columns
-from curvlinops.layers.check import Comparison, sample_weights, tolerance_of
+from curvlinops.layers.check import Comparison, tolerance_of
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
 from curvlinops.risk.derivatives import evaluate, gradient
-from curvlinops.risk.sample_coupling import differs
+from curvlinops.risk.sample_coupling import COUPLED, differs
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import first_line
@@ -51,6 +51,22 @@ def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[s
 class UnequalRowsError(ValueError):
     """Samples have unequal numbers of rows of the output, so that rows cannot be grouped."""
 
+    @classmethod
+    def of(
+        cls, sample: int, batch: int, output: Tensor | None, num_rows: int
+    ) -> "UnequalRowsError":
+        """Return the error of a sample whose output alone has another number of rows, or none."""
+        has = "no output" if output is None else f"{len(output)} rows of the output"
+        return cls(
+            f"Sample {sample} of batch {batch} has {has} alone, but the batch has {num_rows} for "
+            "each sample. Give samples an axis in front of their rows, or say with batch_size_fn "
+            "how many there are."
+        )
+
+
+class InteractingError(ValueError):
+    """Samples have other gradients alone, so that gradients of single samples are not defined."""
+
 
 class _Task(NamedTuple):
     """Vectors to backpropagate, and the parameters that get gradients.
@@ -76,11 +92,7 @@ class _Task(NamedTuple):
         expected = self.output[samples]
         num_rows, num_alone = expected.shape[1], output.shape[1]
         if num_alone != num_rows > 1:  # rows were grouped by samples that have other numbers
-            raise UnequalRowsError(
-                f"Sample {samples.start} of batch {self.problem.batch.index} has {num_alone} rows "
-                f"of the output alone, but the batch has {num_rows} for each sample. Give samples "
-                "an axis in front of their rows, or say with batch_size_fn how many there are."
-            )
+            raise UnequalRowsError.of(samples.start, self.problem.batch.index, output[0], num_rows)
         if output.shape != expected.shape or differs(output, expected, expected):
             raise ValueError("samples alone have other outputs.")
 
@@ -89,10 +101,16 @@ class OneByOne:
     """Backpropagates vectors to parameters without rules, sample by sample.
 
     Each batch is computed by the first way whose gradients agree with the batch's graph.
+
+    Args:
+        independent: Whether samples that interact are refused.
+
+    Attributes:
+        is_whole: Whether only the graph of the whole batch has them.
     """
 
-    def __init__(self):
-        self._has_warned = False
+    def __init__(self, independent: bool):
+        self._independent, self._has_warned, self.is_whole = independent, False, False
 
     def gradients(
         self,
@@ -121,7 +139,7 @@ class OneByOne:
 
     def _compute(self, task: _Task) -> Columns:
         """Return gradients ``[V, n, *parameter]``."""
-        if not task.u.numel() or len(task.output) == 1:
+        if self.is_whole or not task.u.numel() or len(task.output) == 1:
             return _in_whole(task)
         reason = ""
         for way in (_by_vmap, _in_a_loop):
@@ -132,7 +150,8 @@ class OneByOne:
             except UnequalRowsError:
                 raise
             except Exception as error:  # a user's model may raise anything on a part of a batch
-                if not is_refusal(error):
+                is_defined = not (self._independent and isinstance(error, InteractingError))
+                if not (is_defined and is_refusal(error)):
                     raise
                 reason = first_line(error).rstrip(".")
         if not self._has_warned:
@@ -204,27 +223,20 @@ def _in_whole(task: _Task) -> Columns:
 
 
 def _check_gradients(gradients: Columns, task: _Task) -> None:
-    """Compare with the graph of the whole batch, with another weight for each sample.
+    """Compare with the graph of the whole batch, of which other samples get no gradient.
 
     Raises:
-        ValueError: If both differ.
+        InteractingError: If both differ.
     """
-    r = sample_weights(task.u.shape[1], task.u)
-    weighted = torch.zeros_like(task.u)
-    weights = r[task.samples].reshape(-1, *(1,) * (task.u.ndim - 2))
-    weighted[:, task.samples] = task.u[:, task.samples] * weights
-    truth = task.space.zeros(len(task.u))
-    task.apply(weighted.flatten(1, 2), truth)
-
-    def total(x: Tensor) -> Tensor:
-        return torch.einsum("vn...,n->v...", x, r[task.samples].to(x))
-
+    some, truth = torch.zeros_like(task.u), task.space.zeros(len(task.u))
+    some[:, task.samples] = task.u[:, task.samples]
+    task.apply(some.flatten(1, 2), truth)
     dtype = task.output.dtype
     comparison = Comparison(dtype, torch.finfo(dtype).eps)
     for name, x in gradients.items():
-        comparison.add(name, total(x), truth[name], lambda x=x: total(x.abs()))
+        comparison.add(name, x.sum(1), truth[name], lambda x=x: x.abs().sum(1))
     if comparison.wrong():
-        raise ValueError("samples alone have other gradients.")
+        raise InteractingError(f"{COUPLED} (Samples alone have other gradients.)")
 
 
 def _alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> BatchProblem:

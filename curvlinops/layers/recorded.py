@@ -101,6 +101,7 @@ class RecordedBatch:
         output: The model's output, with samples along the first axis.
         num_samples: The number of samples. Each has the same number of neighboring output rows.
         weight: The batch's weight. Who records the batch sets it.
+        nodes: All nodes of the graph, inputs before what uses them.
         uses: The uses of parameters, see ``read``.
         unread: The parameters that meet data at a node whose rule is not known.
         conclusions: Conclusions of other classes from the uses in this graph and in equal ones, by
@@ -127,8 +128,8 @@ class RecordedBatch:
         self.unread: set[str] = set()
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
-        self._nodes = inputs_first(self.output)
-        check_graph(self._nodes, problem.model, self._leaves, must_depend=False)
+        self.nodes = inputs_first(self.output)
+        check_graph(self.nodes, problem.model, self._leaves, must_depend=False)
 
     def teach(self) -> None:
         """Let the problem learn from the output, if it is the model's first."""
@@ -144,10 +145,10 @@ class RecordedBatch:
                 shows is added.
             plans: The plans of earlier graphs. If none is of this graph, that of this one is added.
         """
-        same = self.num_samples, identity(self._nodes, self._reached)
+        same = self.num_samples, identity(self.nodes, self._reached)
         if (plan := plans.get(same)) is not None:
             with self._context():
-                uses = plan.uses(self._nodes)
+                uses = plan.uses(self.nodes)
             if uses is not None:
                 self.uses, self.unread, self.conclusions = uses, {*plan.unread}, plan.conclusions
                 return
@@ -166,7 +167,7 @@ class RecordedBatch:
             use.samples = self._samples_of_rows(use, axes)
         has_parts = any(use.use.part is not None for use in self.uses)
         if not (self._depends_on_numbers or has_parts or reading.has_open):
-            plan = plans[same] = Plan(self._nodes, self.uses, self.unread)
+            plan = plans[same] = Plan(self.nodes, self.uses, self.unread)
             self.conclusions = plan.conclusions
 
     def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
@@ -191,7 +192,7 @@ class RecordedBatch:
 
         shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
         with self._context():
-            return Reading(self._nodes, self._reached, shapes, is_function)
+            return Reading(self.nodes, self._reached, shapes, is_function)
 
     def _learn_roles(self, roles: dict[Signature, bool]) -> None:
         """Find out what is data, by a graph that shows what depends on real numbers in X.
@@ -217,7 +218,7 @@ class RecordedBatch:
         edge = get_gradient_edge(self.output)
         asked: list[Any] = []
         with self._context():
-            axes = sample_axes(edge, self.output.shape, self.num_samples, self._nodes, asked)
+            axes = sample_axes(edge, self.output.shape, self.num_samples, self.nodes, asked)
         self._depends_on_numbers = bool(asked)
         return axes
 
@@ -244,18 +245,18 @@ class RecordedBatch:
     @cached_property
     def precision(self) -> torch.dtype:
         """The least precise dtype in which gradients are computed, also within the model."""
-        return least_precise(self._nodes, self.output)
+        return least_precise(self.nodes, self.output)
 
     @cached_property
     def operations(self) -> int:
         """A hash of the graph's operations, inputs before what uses them."""
-        return hash(tuple(node.name() for node in self._nodes))
+        return hash(tuple(node.name() for node in self.nodes))
 
     @cached_property
     def _reached(self) -> dict[Any, str]:
         """The leaves of the graph that are parameters, and their names."""
         by_id = {id(self._leaves[name]): name for name in self.names}
-        leaves = ((node, getattr(node, "variable", None)) for node in self._nodes)
+        leaves = ((node, getattr(node, "variable", None)) for node in self.nodes)
         return {node: by_id[id(x)] for node, x in leaves if id(x) in by_id}
 
     @property

@@ -17,7 +17,12 @@ from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
-from curvlinops.risk.sample_coupling import COUPLED, couples_samples
+from curvlinops.risk.sample_coupling import (
+    COUPLED,
+    SeenAlone,
+    couples_gradients,
+    couples_samples,
+)
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates
@@ -216,7 +221,7 @@ class SampleBackward:
         self._allow_unassigned = allow_unassigned
         self.fallbacks: dict[str, str] = {}
         self._facts = LayerFacts()
-        self._fallback = OneByOne()
+        self._fallback = OneByOne(independent)
 
     def capture(
         self,
@@ -253,6 +258,7 @@ class SampleBackward:
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
             self._use_fallback(batch.unread, f"an operation that no rule knows uses it{which}")
         batch.drop(self.fallbacks)
+        self._check_interaction(problem, batch)
         if not self._allow_unassigned:
             self._check_samples(problem, batch)
         return batch if batch.names else None
@@ -297,6 +303,25 @@ class SampleBackward:
         if unassigned:
             self.refuse_interaction(problem, batch.output)
             self._use_fallback(sorted(unassigned), "its gradients could not be assigned to samples")
+            batch.drop(self.fallbacks)
+
+    def _check_interaction(self, problem: BatchProblem, batch: RecordedBatch) -> None:
+        """Compare samples alone, of a new graph whose backward pass runs the user's code.
+
+        The nodes of a graph do not show what hooks and the user's functions do.
+        """
+        seen = problem.rules(SeenAlone)
+        if batch.num_samples < 2:
+            return
+        if not problem.runs_users_code(batch.nodes) or seen.knows(problem.model, batch.operations):
+            return
+        if not couples_gradients(problem, batch.output):
+            seen.note()
+        elif self._independent:
+            raise ValueError(COUPLED)
+        else:
+            self._fallback.is_whole = True
+            self._use_fallback(batch.names, "hooks, or custom functions, let samples interact")
             batch.drop(self.fallbacks)
 
     def refuse_interaction(self, problem: BatchProblem, output: Tensor) -> None:

@@ -99,6 +99,20 @@ class LinearCrossEntropy(Loss):
                 f"{head.out_features} outputs, and ignore_index is {self.module.ignore_index}."
             )
 
+    def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
+        """Compare one chunk of logits with what the head returns."""
+        head, x = self.module.head, output.detach().flatten(0, -2)[: self._size(output)]
+        with torch.no_grad():
+            logits, found = F.linear(x, head.weight, head.bias), head(x)
+        eps = torch.finfo(x.dtype).eps
+        if found.shape != logits.shape or not (found - logits).norm() <= 16 * eps * logits.norm():
+            raise ValueError(
+                f"{self.name} takes x @ weight.T + bias for the logits, but the head returns "
+                "others: it has hooks that change them, or another forward (a temperature, a soft "
+                "cap). Take torch.nn.CrossEntropyLoss of the logits, or move such a change of the "
+                "inputs into the model."
+            )
+
     def sum(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the sum over all terms."""
         return self._sum(output, target)

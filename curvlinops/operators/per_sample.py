@@ -31,6 +31,7 @@ from curvlinops.operators.sample_rows import (
     SampleRows,
     add_transposed,
     by_sample,
+    check_rows,
     count_samples,
     graph_or_rows,
     loss_gradient,
@@ -108,15 +109,19 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._shapes: list[tuple[torch.Size, ...]] = []  # of each batch's tensors
         self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
+        self._counted = set[Hashable]()
         self._all = self._rows()
-        self._counted = set[Hashable](self._shapes)
         rows = self._all if self.subsampling is None else self._select(self.subsampling)
         return self.risk.space, rows, False
 
     # --- subsampling
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
-        self._shapes.append(shapes_of(problem))
+        shapes = shapes_of(problem)
+        self._shapes.append(shapes)
+        is_known = self.terms == "term" or problem.loss_needs_graph or shapes in self._counted
+        if is_known or check_rows(problem, output):
+            self._counted.add(shapes)
         return super()._rows_shape(problem, output)
 
     def _select(self, subsampling: Iterable[int] | Tensor) -> ParameterSpace:

@@ -1,9 +1,10 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from math import prod
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +16,22 @@ from curvlinops.linear_operator.operator import Product, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.data import Batches
 from curvlinops.risk.derivatives import evaluate, jacobian, transposed_jacobian
+from curvlinops.support.digest import digest
 from curvlinops.support.torch_modes import exclusive
 
 #: Two functions that are adjoint to each other: from outputs ``[K, *output]`` to rows ``[K, M]``,
 #: and back.
 RowMaps = tuple[Linear, Linear]
+
+_OTHER_ORDER = (
+    "The first batch of the data is another one than when the operator was built, so that its rows "
+    "belong to other samples: the loader takes another order after each pass, as those of "
+    "transformers' Trainer.get_train_dataloader() and of accelerate do. Pass a loader without "
+    "shuffling, such as trainer.get_eval_dataloader(train_dataset) or DataLoader(dataset, "
+    "shuffle=False). If the data has changed, build a new operator."
+)
 
 Item = TypeVar("Item")
 P = ParamSpec("P")
@@ -49,6 +60,7 @@ class RowsLinearOperator(DataLinearOperator):
     """
 
     _adds_data = False
+    _first_batch: ClassVar[tuple[torch.device, list[tuple]] | None] = None
     __matmul__: Product[Tensor]
 
     def __post_init__(self) -> None:
@@ -80,6 +92,26 @@ class RowsLinearOperator(DataLinearOperator):
 
     def _transposed(self) -> "TransposedLinearOperator":
         return TransposedLinearOperator(self)
+
+    @contextmanager
+    def _batches(
+        self, description: str, data: Batches | None = None
+    ) -> Iterator[Iterator[BatchProblem]]:
+        with super()._batches(description, data) as batches:
+            yield batches if data is not None else map(self._in_order, batches)
+
+    def _in_order(self, problem: BatchProblem) -> BatchProblem:
+        """Return a problem; refuse another first batch than at construction.
+
+        A list has one order, and its numbers may change.
+        """
+        is_open = self.check_deterministic and not isinstance(self.data, list | tuple)
+        if is_open and problem.batch.index == self.risk.data.first:
+            found = self.risk.space.device, digest((problem.batch.X, problem.batch.y))
+            if (before := self._first_batch or found)[0] == found[0] and before != found:
+                raise RuntimeError(_OTHER_ORDER)
+            self._first_batch = found
+        return problem
 
     @together
     def _check_model(self) -> None:
@@ -117,7 +149,7 @@ class RowsLinearOperator(DataLinearOperator):
         """Return the space of all rows, one batch after the other."""
         shapes: list[tuple[int, ...]] = []
         with self.risk.batches("count_rows") as batches:
-            for problem in batches:
+            for problem in map(self._in_order, batches):
                 output = self._first_output
                 if output is None or problem.batch.index:
                     output = evaluate(problem)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.fallback import LossesOneByOne
+from curvlinops.layers.fallback import LossesOneByOne, UnequalRowsError
 from curvlinops.layers.gradients import LowRank, Piece, write_rows
+from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
 from curvlinops.losses.base import DependentLossError
@@ -202,8 +203,29 @@ def count_samples(problem: BatchProblem, counted: set[Hashable]) -> None:
     batch = problem.batch.index if problem.model.shards else shapes_of(problem)
     if batch not in counted:
         with preserved_rng():
-            problem.samples_of(evaluate(problem))
-        counted.add(batch)
+            if check_rows(problem, evaluate(problem)):
+                counted.add(batch)
+
+
+def check_rows(problem: BatchProblem, output: Tensor) -> bool:
+    """Return whether shapes prove that samples have equally many rows; else, count each one's.
+
+    Raises:
+        UnequalRowsError: If they have not, as rows that a mask selects.
+    """
+    num_samples = problem.samples_of(output)
+    size = len(output) // max(num_samples, 1)
+    if problem.model.shards or num_samples < 2 or size < 2:
+        return True
+    with problem.recording("once") as recording:
+        output = recording.output
+    if proves_rows(output, num_samples):
+        return True
+    for n in range(num_samples):
+        alone = problem.output_alone(slice(n, n + 1), num_samples)
+        if alone is None or len(alone) != size:
+            raise UnequalRowsError.of(n, problem.batch.index, alone, size)
+    return False
 
 
 def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tensor]:

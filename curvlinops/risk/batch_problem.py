@@ -1,7 +1,7 @@
 """The empirical risk on one batch, as a function of the parameters."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
-from curvlinops.support.autograd_graph import graph_nodes
+from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import preserved_rng
@@ -146,23 +146,31 @@ class BatchProblem:
             for output, number in outputs
         )
 
-    def output_alone(self, samples: slice | list[int], num_samples: int) -> Tensor | None:
+    def output_alone(
+        self,
+        samples: slice | list[int],
+        num_samples: int,
+        of: Callable[[Tensor], Any] = Tensor.detach,
+        leaves: dict[str, Tensor] | None = None,
+    ) -> Any:
         """Return the model's output for some samples of the batch alone.
 
         Args:
             samples: The samples.
             num_samples: The number of samples of the batch.
+            of: Returns something of the output.
+            leaves: Tensors in place of the parameters.
 
         Returns:
             The output without its graph; ``None`` if the model refuses a part of the batch.
         """
         _ = self.facts  # the first evaluation needs the targets
-        evaluation = self.evaluation(self.constants(), "once")
+        evaluation = self.evaluation(leaves or self.constants(), "once")
         with preserved_rng(), evaluation.active():  # raises inside of another evaluation
             try:
                 X = select_samples(self.batch.X, samples, num_samples)
                 part = self.on(Batch(self.batch.index, X, None))
-                return part.output(evaluation).detach()
+                return of(part.output(evaluation))
             except Exception as error:  # a user's model may raise anything on a part of a batch
                 if not is_refusal(error):
                     raise
@@ -209,6 +217,14 @@ class BatchProblem:
     def uncompared(self) -> list[str]:
         """The functions that must be compared; none with ``check_deterministic=False``."""
         return self.functions.uncompared if self._risk.checks else []
+
+    def keeping_graph(self, output: Tensor) -> AbstractContextManager:
+        """Watch a backward pass from an output, see ``UserFunctions``."""
+        return self.functions.keeping_graph(output) if self._risk.checks else nullcontext(False)
+
+    def runs_users_code(self, nodes: Iterable[Any]) -> bool:
+        """Return whether a backward pass must be compared that runs hooks, or own functions."""
+        return self._risk.checks and bool(self.facts.hooks or custom_functions(nodes))
 
     # --- evaluations
 

@@ -51,8 +51,9 @@ def check_jacobian(
         raise NoDerivativeError(
             "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
             f"{', '.join(problem.uncompared)}), cannot be differentiated with respect to the "
-            "gradient that it gets, so that products with the Jacobian are wrong. Compute with "
-            "PyTorch operations in it, and do not detach the gradient. "
+            "gradient that it gets, or is not linear in it (it clips, or normalizes), so that "
+            "products with the Jacobian are wrong. Compute with PyTorch operations in it, do not "
+            "detach the gradient, and clip gradients outside of the model. "
             "check_deterministic=False skips this comparison."
         )
     problem.functions.were_compared(all(sizes.values()))

@@ -25,7 +25,7 @@ from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
 from curvlinops.risk.custom_functions import check_jacobian
 from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.rng import GeneratorStates, preserved_rng
+from curvlinops.support.rng import GeneratorStates, preserved_rng, seeded
 from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
 
 #: ``apply(V, out) -> weight``: adds the product with the columns ``V`` (some or all parameters; the
@@ -116,7 +116,8 @@ def hessian(
     with problem.recording("twice") as (evaluation, leaves, output), explained():
         with problem.formulas():
             (start, cotangent), weight = head(output)
-        grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+        with problem.keeping_graph(start):
+            grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
     def product(v: Columns, inputs: Tensors) -> Columns:
         return vjp_columns(grads, v, inputs, not single)
@@ -172,7 +173,8 @@ def gauss_newton(
         chunk_size: See ``hessian``.
         single: See ``hessian``.
     """
-    is_forward = single and not problem.space.in_parts
+    # hooks are compared with backward passes, which tangents do not take
+    is_forward = single and not (problem.space.in_parts or problem.facts.hooks)
     if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
@@ -202,8 +204,12 @@ def _gauss_newton(
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
-    w = torch.zeros_like(output, requires_grad=True)
-    transposed = vjp({"": output}, {"": w}, leaves, create_graph=True)
+    w = torch.zeros_like(output)
+    with problem.keeping_graph(output) as is_new:
+        if is_new:  # zeros would hide what is lost
+            w.normal_(generator=seeded(w.device, 0))
+        w.requires_grad_()
+        transposed = vjp({"": output}, {"": w}, leaves, create_graph=True)
 
     def jvp(v: Columns) -> Tensor:
         return vjp_columns(transposed, v, {"": w})[""]

@@ -14,6 +14,7 @@ from curvlinops.risk.sample_coupling import (
     COUPLED,
     COUPLED_BATCHES,
     SeenAlone,
+    couples_gradients,
     couples_samples,
 )
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
@@ -78,7 +79,7 @@ def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> 
         seed_everything(seed)
         problem = next(batches)
         data = digest((problem.batch.X, problem.batch.y))
-        output, results, graph = _evaluate(problem)
+        output, results, graph, runs_users_code = _evaluate(problem)
         if risk.per_sample:
             problem.check_numbers(output)
         fault = None
@@ -86,25 +87,32 @@ def _observe(risk: EmpiricalRisk, seed: int, may_couple: bool | None = None) -> 
             if not may_couple and not risk.is_all_data(problem.batch):
                 seen = problem.rules(SeenAlone)
                 if not seen.knows(problem.model, graph):
-                    fault = _fault_of_samples(risk, problem, output)
+                    fault = _fault_of_samples(risk, problem, output, runs_users_code)
                     if fault is None:
                         seen.note()
         return _Observed(data, stand_in(output), results, fault)
 
 
-def _fault_of_samples(risk: EmpiricalRisk, problem: BatchProblem, output: Tensor) -> str | None:
-    """Return an error if samples have other outputs alone, if the batch shows its samples."""
+def _fault_of_samples(
+    risk: EmpiricalRisk, problem: BatchProblem, output: Tensor, runs_users_code: bool
+) -> str | None:
+    """Return an error if samples have other outputs or gradients alone, if the batch shows them."""
     num_samples = problem.samples_of(output)
     # two samples are better, since models may treat one alone differently
     num_alone = 2 if num_samples > 3 else 1
     is_evident = num_alone < num_samples == problem.evident_samples
-    if not is_evident or not couples_samples(problem, output, num_alone):
+    if not is_evident or not (
+        couples_samples(problem, output, num_alone)
+        or (runs_users_code and couples_gradients(problem, output))
+    ):
         return None
     return COUPLED if risk.per_sample else COUPLED_BATCHES
 
 
-def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
-    """Return the output, the tensors that must repeat, and a hash of the graph's operations.
+def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int, bool]:
+    """Return the output, the tensors that must repeat, and two facts about the graph.
+
+    These are a hash of its operations, and whether its backward pass runs the user's code.
 
     The output must repeat, or the loss and perhaps its gradient. If the loss repeats, so does
     its gradient, unless the model draws random numbers that cancel in the loss, or the backward
@@ -125,7 +133,8 @@ def _evaluate(problem: BatchProblem) -> tuple[Tensor, list[Tensor], int]:
             found = sketches(result, None, leaves)
             problem.check_finite(result.detach(), found)
     operations = hash(tuple(node.name() for node in nodes))
-    return output.detach(), [result.detach(), *found.values()], operations
+    runs_users_code = problem.runs_users_code(nodes)
+    return output.detach(), [result.detach(), *found.values()], operations, runs_users_code
 
 
 def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:

@@ -1,14 +1,17 @@
 """Facts about a model and its loss: one record."""
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.evaluation import not_registered
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
@@ -23,7 +26,11 @@ from curvlinops.support.autograd_graph import (
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.torch_internals import in_transform, without_torch_function
+from curvlinops.support.torch_internals import (
+    in_transform,
+    strided_tensors,
+    without_torch_function,
+)
 
 #: The largest number of graphs that are remembered: a function may keep another number each time.
 _MOST_GRAPHS = 1000
@@ -80,6 +87,7 @@ class ModelFacts:
         prefers_rows: Whether products are faster with kept gradients of samples than with a kept
             graph; ``None`` if that is not known.
         compared: Hashes of the graphs whose custom functions were compared.
+        kept: Hashes of the operations of graphs whose backward pass has kept its own graph.
         groups_rows: Whether a sample has several rows of the output; ``None`` if no batch of
             several samples has shown that yet.
         groups_rows_alone: The same by a batch of one sample, which counts until then.
@@ -99,6 +107,7 @@ class ModelFacts:
     lacks_tangents: bool = False
     prefers_rows: bool | None = None
     compared: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     groups_rows: bool | None = None
     groups_rows_alone: bool | None = None
 
@@ -117,9 +126,12 @@ class UserFunctions:
         self._facts, self._names, self._signature = facts, set[str](), 0
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
+        #: A hash of the graph's operations.
+        self.operations = 0
 
     def note(self, nodes: list[Any], output: Tensor) -> None:
         """Note those among the nodes of the graph of an output."""
+        self.operations = hash((self.operations, *(node.name() for node in nodes)))
         if (found := custom_functions(nodes)) or self._facts.hooks:
             self._names |= found
             self._signature = hash((self._signature, signature(nodes)))
@@ -131,6 +143,43 @@ class UserFunctions:
         if self._signature in self._facts.compared:
             return []
         return sorted(self._names | self._facts.hooks)
+
+    @contextmanager
+    def keeping_graph(self, output: Tensor) -> Iterator[bool]:
+        """Watch a backward pass that is differentiated, if its graph is new, which is yielded.
+
+        Raises:
+            NoDerivativeError: If a node gets a gradient that has a graph, and returns one that is
+                not zero and has none, as that of sparse tensors does: products would lack a part.
+        """
+        if self.operations in self._facts.kept:
+            yield False
+            return
+        lost: list[str] = []
+
+        def watch(name: str, returned: tuple, given: tuple) -> None:
+            with without_torch_function():
+                given = [x for x in given if x is not None]
+                if given and all(x.requires_grad for x in given):
+                    without = (x for x in returned if x is not None and not x.requires_grad)
+                    if any(bool(part.any()) for x in without for part in strided_tensors(x)):
+                        lost.append(name)
+
+        # the user's functions are compared
+        nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
+        handles = [node.register_hook(partial(watch, node.name())) for node in nodes]
+        try:
+            yield True
+        finally:
+            for handle in handles:
+                handle.remove()
+        if lost:
+            raise NoDerivativeError(
+                f"PyTorch's backward of {lost[0]} has no derivative, and raises no error, so that "
+                "products would lack a part. Replace the operation by one whose backward is "
+                "differentiable, such as dense tensors in place of sparse ones."
+            )
+        self._facts.kept.add(self.operations)
 
     def were_compared(self, is_complete: bool) -> None:
         """Remember that those of this graph were compared.

@@ -5,8 +5,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.model import Model
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.autograd_graph import graph_nodes, precisions
 from curvlinops.support.pytree import has_length, leaves
 from curvlinops.support.torch_internals import strided_tensors
 from curvlinops.support.warnings import warn
@@ -19,7 +21,10 @@ _MOST_ROUNDING = 0.1
 #: The largest number of graphs of a model that are remembered.
 _MOST_GRAPHS = 16
 
-_COUPLED = "The model's output for a sample depends on the other samples of its batch, so that"
+_COUPLED = (
+    "The model's output for a sample depends on the other samples of its batch, or the gradient "
+    "that its hooks and custom functions make of it, so that"
+)
 _EXCEPTIONS = (
     "If only a sample's place in the batch matters, as for noise that the model draws with a seed "
     "of its own, or if a tensor in X that all samples share has as many entries as the batch has "
@@ -129,6 +134,45 @@ def couples_samples(problem: BatchProblem, output: Tensor, num_alone: int) -> bo
         return len(taken) < num_samples and _couples(problem, output, taken, compared)
     ends = range(num_alone), range(num_samples - num_alone, num_samples)
     return any(_couples(problem, output, part, part) for part in ends)
+
+
+def couples_gradients(problem: BatchProblem, output: Tensor) -> bool:
+    """Return whether samples interact in the backward pass, as hooks may let them.
+
+    The gradient of a random function of the output must be the sum of that of the first sample, and
+    of that of the others, without the rest of their batch. Where the batch cannot be cut, it is.
+    """
+    num_samples = problem.samples_of(output)
+    if num_samples < 2:
+        return False
+    generator = torch.Generator(output.device).manual_seed(0)
+    options = {"dtype": output.dtype, "device": output.device, "generator": generator}
+    u = torch.randn(num_samples, len(output) // num_samples, *output.shape[1:], **options)
+    dtypes = {x.dtype for x in (output, *problem.leaves().values())}
+
+    def gradient(samples: slice) -> Mapping[str, Tensor | None] | None:
+        leaves, rows = problem.leaves(), u[samples].flatten(0, 1)
+
+        def of(output: Tensor) -> Mapping[str, Tensor | None] | None:
+            is_cut = output.shape == rows.shape
+            dtypes.update(precisions(graph_nodes(output), output))
+            return vjp({"": output}, {"": rows}, leaves, retain=False) if is_cut else None
+
+        return problem.output_alone(samples, num_samples, of, leaves)
+
+    ends = slice(0, num_samples), slice(0, 1), slice(1, num_samples)
+    whole, *parts = map(gradient, ends)
+    if whole is None or None in parts:
+        return False
+    tolerance = max(_TOLERANCES.get(dtype, 1.5e-2) for dtype in dtypes)
+    errors, sizes = [], []
+    for name, x in whole.items():
+        found = [x, *(part[name] for part in parts)]
+        found = [torch.zeros(()) if x is None else x.detach().cpu().double() for x in found]
+        errors.append(float((found[0] - found[1] - found[2]).norm()))
+        sizes.append(sum(float(x.norm()) for x in found))
+    slack = 0.01 * max(sizes, default=0.0)  # some gradients are zero but for rounding
+    return any(e > tolerance * (size + slack) for e, size in zip(errors, sizes, strict=True))
 
 
 def _couples(problem: BatchProblem, output: Tensor, taken: range, compared: range) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from contract import ALL, error, vectors
 from live_bytes import LiveBytes
 from models import Using
@@ -176,3 +177,52 @@ def test_errors(name: str):
     call, kind, message = BAD[name]
     with pytest.raises(kind, match=message):
         call()
+
+
+def temperature(head: nn.Linear) -> None:
+    head.register_forward_hook(lambda m, i, o: o / 3.0)
+
+
+def rescaled_inputs(head: nn.Linear) -> None:
+    head.register_forward_pre_hook(lambda m, i: (i[0] * 2,))
+
+
+def soft_cap(head: nn.Linear) -> None:
+    head.forward = lambda z: 5 * torch.tanh(nn.functional.linear(z, head.weight, head.bias) / 5)
+
+
+def rounded(head: nn.Linear) -> None:
+    head.forward = lambda z: nn.functional.linear(
+        z, head.weight.to(torch.bfloat16).to(z), head.bias
+    )
+
+
+def logger(head: nn.Linear) -> None:
+    head.register_forward_hook(lambda m, i, o: None)
+
+
+def pruned(head: nn.Linear) -> None:
+    nn.utils.prune.random_unstructured(head, "weight", 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize("change", [temperature, rescaled_inputs, soft_cap, rounded])
+def test_heads_that_are_more_than_a_product(change: Callable, kind: type, dtype: torch.dtype):
+    made = {name: module.to(dtype) for name, module in layers(False).items()}
+    change(made["head"])
+    args = Using(hidden, **made), LinearCrossEntropyLoss(made["head"])
+    with pytest.raises(ValueError, match="the head returns others"):
+        kind(*args, list(made["layer"].parameters()), batches()) @ torch.ones(20)
+
+
+@pytest.mark.parametrize("change", [logger, pruned])
+def test_heads_with_hooks_that_change_nothing(change: Callable):
+    made = {name: module.double() for name, module in layers(False).items()}
+    change(made["head"])
+    losses = (hidden, LinearCrossEntropyLoss(made["head"])), (logits, nn.CrossEntropyLoss())
+    found = [
+        HessianLinearOperator(Using(f, **made), loss, [*made["layer"].parameters()], batches())
+        for f, loss in losses
+    ]
+    assert error(found[0].to_dense(), found[1].to_dense()) <= 1e-12

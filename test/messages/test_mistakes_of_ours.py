@@ -57,7 +57,7 @@ FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "autodiff.evaluation.copy_containers": lambda m: dense(GGNLinearOperator, m),
     "layers.samples.RecordedBatch": rows,
     "layers.recorded.inputs_first": rows,
-    "layers.fallback.sample_weights": lambda m: rows(nn.Sequential(solve(), m)),
+    "layers.fallback._check_gradients": lambda m: rows(nn.Sequential(solve(), m)),
     "layers.fallback.gradient": decayed,
     "losses.generic.select_samples": lambda m: build(
         HessianLinearOperator, m, loss=penalized, reduction="sum"

@@ -1,0 +1,288 @@
+"""Backward passes that users change, and those that lose their graph: right, or refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Using
+from torch import Tensor, nn
+
+import curvlinops as C
+
+MSE = nn.MSELoss(reduction="sum")
+
+#: What happens to gradients ``[N, 3]``, sample by sample: linear, and not.
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda g: g * g.new_tensor([1.0, -2.0, 0.5]),
+    "mixed": lambda g: g.roll(1, 1) + g.sum(1, keepdim=True),
+}
+CLIPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    **{f"clamped at {c}": lambda g, c=c: g.clamp(-c, c) for c in (0.01, 0.1, 1.0, 10.0, 100.0)},
+    "norms of rows": lambda g: g / g.norm(dim=1, keepdim=True).clamp(min=1.0),
+    "normalized rows": lambda g: g / (1e-12 + g.norm(dim=1, keepdim=True)),
+    "small ones are left out": lambda g: g * (g.abs() > 1e-2),
+    "positive": lambda g: g.clamp(min=0.0),
+}
+#: The same with samples that meet.
+MEETING: dict[str, Callable[[Tensor], Tensor]] = {
+    "centered": lambda g: g - g.mean(0),
+    "normalized": lambda g: g / (1e-12 + g.norm()),
+    "added": lambda g: g + g.sum(0),
+    "rolled": lambda g: g.roll(1, 0),
+}
+
+
+def as_hook(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.register_hook(f)
+        return h
+
+    return apply
+
+
+def as_function(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    class Changing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: Tensor) -> Tensor:
+            return h.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return f(g)
+
+    return Changing.apply
+
+
+WAYS = {"hook": as_hook, "function": as_function}
+
+
+def net(way: str, f: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    change = WAYS[way](f)
+    parts = {"a": nn.Linear(3, 3), "b": nn.Linear(3, 2)}
+    return Using(lambda s, x: s.b(change(torch.tanh(s.a(x)))), **parts).to(dtype)
+
+
+def data(sizes: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float64) -> list:
+    generator = torch.Generator().manual_seed(1)
+    X, y = (torch.randn(sum(sizes), n, generator=generator, dtype=dtype) for n in (3, 2))
+    return list(zip(X.split(sizes), y.split(sizes), strict=True))
+
+
+def rows_alone(model: nn.Module, batches: list) -> Tensor:
+    """Return the gradients of the samples' losses alone."""
+    rows = []
+    for X, y in batches:
+        for n in range(len(X)):
+            loss = MSE(model(X[n : n + 1]), y[n : n + 1])
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            rows.append(torch.cat([g.flatten() for g in grads]))
+    return torch.stack(rows)
+
+
+PRODUCTS = {
+    "Hessian": C.HessianLinearOperator,
+    "GGN": C.GGNLinearOperator,
+    "Fisher": lambda *a: C.GGNLinearOperator(*a, mc_samples=2),
+    "Jacobian": lambda m, _, p, d: C.JacobianLinearOperator(m, p, d),
+}
+SAMPLES: dict[str, Callable] = {
+    "rows": lambda *a: C.PerSampleGradientLinearOperator(*a).dense(),
+    "norms": lambda *a: C.PerSampleGradientLinearOperator(*a).norms().square(),
+    "scores": lambda *a: C.PerSampleGradientLinearOperator(*a).scores(torch.eye(20).double()),
+    "EF": lambda *a: C.EFLinearOperator(*a).to_dense(),
+    "EKFAC": lambda *a: C.EKFACLinearOperator(*a, fisher_type="empirical").trace(),
+}
+
+
+def expected(quantity: str, rows: Tensor) -> Tensor:
+    square = rows.square()
+    moment = rows.T @ rows
+    found = {"norms": square.sum(1), "EF": moment, "EKFAC": square.sum()}
+    return found.get(quantity, rows)
+
+
+def build(kind: Callable, model: nn.Module, batches: list) -> Any:
+    return kind(model, MSE, list(model.parameters()), batches)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", CLIPPED)
+@pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])  # a Hessian is of one gradient
+def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype: torch.dtype):
+    """Products would be wrong for some sizes of vectors, whatever the first one is."""
+    model, batches = net(way, CLIPPED[f], dtype), data(dtype=dtype)
+    A = build(PRODUCTS[kind], model, batches)
+    v = torch.ones(20, dtype=dtype)
+    for size in (1e-4, 1.0):
+        with pytest.raises((NotImplementedError, RuntimeError), match="hook|Changing"):
+            A @ (size * v)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", LINEAR)
+@pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])
+def test_linear_backward_passes(kind: str, f: str, way: str):
+    A = build(PRODUCTS[kind], net(way, LINEAR[f]), data((2, 4)))
+    v = torch.ones(20).double()
+    torch.testing.assert_close(A @ (1e3 * v) / 1e3, A @ v)
+    torch.testing.assert_close(A @ v, A.to_dense() @ v)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3), (1,) * 6])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", LINEAR | CLIPPED)
+@pytest.mark.parametrize("quantity", SAMPLES)
+def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
+    """What happens to each sample's gradient by itself is the same in all splits."""
+    model, batches = net(way, (LINEAR | CLIPPED)[f]), data(sizes)
+    rows = rows_alone(model, batches)
+    found = build(SAMPLES[quantity], model, batches)
+    torch.testing.assert_close(found, expected(quantity, rows))
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 5)])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", MEETING)
+@pytest.mark.parametrize("quantity", SAMPLES)
+def test_samples_that_meet(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
+    if quantity == "EF" and sizes[0] == 1:
+        pytest.skip("a first batch of one sample shows nothing, and products record no samples")
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        build(SAMPLES[quantity], net(way, MEETING[f]), data(sizes))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("f", ["centered", "added", "rolled"])
+def test_samples_that_meet_in_one_batch(f: str, way: str):
+    """All data as one batch has a Jacobian, the transpose of what the backward pass does."""
+    model, [(X, y)] = net(way, MEETING[f]), data()
+    J = C.JacobianLinearOperator(model, list(model.parameters()), [(X, y)])
+    z, params = model(X), list(model.parameters())
+    grads = [torch.autograd.grad(x, params, retain_graph=True) for x in z.flatten()]
+    rows = torch.stack([torch.cat([g.flatten() for g in row]) for row in grads])
+    torch.testing.assert_close(J.to_dense(), rows)
+    torch.testing.assert_close(J @ torch.eye(20).double(), rows)
+
+
+# --- backward passes that lose their graph
+
+_EDGES = torch.tensor([[0, 1, 2], [1, 0, 3]])
+
+
+def sparse(values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(_EDGES, values, (3, 5), check_invariants=False)
+
+
+LOSING: dict[str, Callable[[Using, Tensor], Tensor]] = {
+    "to_dense": lambda s, x: x @ sparse(s.v).to_dense().T,
+    "mm": lambda s, x: torch.sparse.mm(sparse(s.v), x.T).T,
+    "@": lambda s, x: (sparse(s.v) @ x.T).T,
+    "coalesce": lambda s, x: x @ sparse(s.v).coalesce().to_dense().T,
+    "function of values": lambda s, x: x @ sparse(s.v.tanh()).to_dense().T,
+    "beside others": lambda s, x: torch.tanh(x @ sparse(s.v * s.w).to_dense().T) * s.w,
+}
+
+
+def dense(v: Tensor) -> Tensor:
+    return torch.zeros(3, 5, dtype=v.dtype).index_put((_EDGES[0], _EDGES[1]), v)
+
+
+TWINS: dict[str, Callable[[Using, Tensor], Tensor]] = {
+    "function of values": lambda s, x: x @ dense(s.v.tanh()).T,
+    "beside others": lambda s, x: torch.tanh(x @ dense(s.v * s.w).T) * s.w,
+}
+
+
+def losing(function: Callable) -> nn.Module:
+    torch.manual_seed(0)
+    return Using(function, v=torch.randn(3).double(), w=torch.rand(3).double())
+
+
+def values(way: str, twin: bool) -> tuple[nn.Module, list[Tensor], list]:
+    model = losing(TWINS.get(way, lambda s, x: x @ dense(s.v).T) if twin else LOSING[way])
+    params = [model.v, model.w] if way == "beside others" else [model.v]
+    generator = torch.Generator().manual_seed(1)
+    X, y = (torch.randn(4, n, generator=generator).double() for n in (5, 3))
+    return model, params, [(X[:2], y[:2]), (X[2:], y[2:])]
+
+
+@pytest.mark.parametrize("way", LOSING)
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_lost_graphs(kind: str, way: str):
+    """Right by another way, or refused by the name of the operation."""
+    found = []
+    for twin in (True, False):
+        model, params, batches = values(way, twin)
+        A = PRODUCTS[kind](model, MSE, params, batches)
+        v = torch.ones(A.shape[1]).double()
+        try:
+            found.append(A @ v)
+        except NotImplementedError as error:
+            assert not twin and "Sparse" in str(error)
+            return
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("way", LOSING)
+@pytest.mark.parametrize("quantity", ["rows", "norms", "EF", "product"])
+def test_first_derivatives_where_graphs_are_lost(quantity: str, way: str):
+    of = SAMPLES | {
+        "product": lambda *a: (
+            C.PerSampleGradientLinearOperator(*a) @ torch.eye(len(a[2]) * 3).double()
+        )
+    }
+    found = []
+    for twin in (True, False):
+        model, params, batches = values(way, twin)
+        found.append(of[quantity](model, MSE, params, batches))
+    torch.testing.assert_close(found[1], found[0])
+
+
+# --- rows that are selected
+
+
+class Selecting(nn.Module):
+    """The outputs of those tokens that a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 4)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.a(batch["x"])[batch["mask"]]
+
+
+@pytest.mark.parametrize("quantity", ["EF", "rows", "product"])
+@pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 3, 1, 2), (2, 2, 2, 2)])
+def test_selected_rows(lengths: tuple[int, ...], quantity: str):
+    """Every sample is counted, not the first and the last one alone."""
+    torch.manual_seed(0)
+    model, loss = Selecting().double(), nn.CrossEntropyLoss(reduction="sum")
+    mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
+    X = {"x": torch.randn(4, 4, 3).double(), "mask": mask}
+    y, params = torch.randint(4, (8,)), list(model.parameters())
+    args = (model, loss, params, [(X, y)])
+    options: dict[str, Any] = {"batch_size_fn": lambda b: len(b["x"])}
+
+    def rows() -> C.PerSampleGradientLinearOperator:
+        return C.PerSampleGradientLinearOperator(*args, **options)
+
+    of = {
+        "EF": lambda: C.EFLinearOperator(*args, **options, terms="sample").to_dense(),
+        "rows": lambda: (lambda D: D.T @ D)(rows().to_dense()),
+        "product": lambda: (lambda D: D.T @ D)(rows() @ torch.eye(16).double()),
+    }
+    if len({*lengths}) > 1:
+        with pytest.raises(ValueError, match="rows of the output|other samples"):
+            of[quantity]()
+        return
+    truth = []
+    for z, t in zip(model(X).split(2), y.split(2), strict=True):
+        grads = torch.autograd.grad(loss(z, t), params, retain_graph=True)
+        truth.append(torch.cat([g.flatten() for g in grads]))
+    D = torch.stack(truth)
+    torch.testing.assert_close(of[quantity](), D.T @ D)
