@@ -27,7 +27,6 @@ from curvlinops.algorithms.minres import MINRESInverseLinearOperator
 from curvlinops.algorithms.neumann import NeumannInverseLinearOperator
 from curvlinops.algorithms.results import to_plain
 from curvlinops.algorithms.spectrum import (
-    LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
@@ -60,12 +59,12 @@ from curvlinops.operators.scores import LowRankColumns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator
-from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.kronecker import (
+    EighDecomposedLinearOperator,
     KroneckerProductLinearOperator,
+    ShiftedLinearOperator,
     SumOfKroneckersLinearOperator,
 )
-from curvlinops.structured.shifted import ShiftedLinearOperator
 
 __version__ = "0.1.0"
 
@@ -98,7 +97,6 @@ __all__ = [
     "KroneckerProductLinearOperator",
     "LSMRInverseLinearOperator",
     "LSMRSolution",
-    "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
     "LinearCrossEntropyLoss",
     "LossAlong",

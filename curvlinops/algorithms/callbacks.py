@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.support.torch_internals import pytree
+from curvlinops.team.team import Team
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,7 @@ def check_callback(callback: Callback) -> Callback:
     return callback
 
 
-def stops(
-    callback: Callback, operator: TorchLinearOperator, state: Callable[[], Iteration]
-) -> bool:
+def stops(callback: Callback, team: Team, state: Callable[[], Iteration]) -> bool:
     """Call a callback after an iteration; return whether the iteration stops.
 
     If several processes multiply together, all of them call this function. Each may have a callback
@@ -54,7 +52,7 @@ def stops(
 
     Args:
         callback: The user's callback.
-        operator: Its processes iterate together.
+        team: The processes that iterate together.
         state: Returns the state that is passed to the callback.
 
     Raises:
@@ -64,7 +62,7 @@ def stops(
     def answer() -> bool:
         return callback is not None and bool(callback(_copied(state())))
 
-    return operator._team.any(answer)
+    return team.any(answer)
 
 
 def _copied(state: Iteration) -> Iteration:

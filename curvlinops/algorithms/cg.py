@@ -61,18 +61,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
 
 
 def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvature: Tensor) -> None:
-    """Check that negative curvature is only rounding.
-
-    Args:
-        A: The matrix.
-        X: The solutions so far, for the error.
-        s: The state, with directions p.
-        Q: Products ``A p``.
-        curvature: ``<p, A p>``, ``[K]``.
-
-    Raises:
-        NegativeCurvatureError: If the curvature is more negative than rounding errors.
-    """
+    """Check that negative curvature ``<p, A p>``, ``[K]``, of products ``Q = A p`` is rounding."""
     norms = A.space.norms
     lengths, sizes = norms(s.P), norms(Q)
     # products with vectors of a null space are rounding errors and do not show the norm of A

@@ -1,8 +1,7 @@
 """Some eigenvalues and eigenvectors of a symmetric matrix."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import inf, log
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback,
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.algorithms.solver import solves
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import as_integer, check_choice, check_count
 from curvlinops.support.rng import check_source, read_generator
@@ -22,6 +22,8 @@ from curvlinops.support.rng import check_source, read_generator
 _NCV, _BASIS_BYTES = 1000, 2**30
 #: Restarts recombine the basis in parts of about this many bytes.
 _PART = 16 * 2**20
+#: A block of the basis has so many rows, or as many as fit into this many bytes.
+_ROWS, _BLOCK = 4, 2**20
 #: The chance that a random unit vector of n entries has a part below ``_CHANCE * n**-0.5`` along a
 #: given direction.
 _CHANCE = 1e-3
@@ -79,9 +81,10 @@ def eigsh(
     """Compute k eigenpairs ``A x = lambda x`` of a symmetric matrix, on its device.
 
     Thick-restart Lanczos with full reorthogonalization (Wu and Simon, SIAM J. Matrix Anal. Appl.
-    2000). A Krylov space contains one copy of a multiple eigenvalue. So the search continues with random vectors, orthogonal to all earlier ones, until better
-    eigenvalues are excluded, except for a chance of about 0.1 %. Eigenpairs of structured
-    operators, such as KFAC, are computed from their structure.
+    2000). A Krylov space contains one copy of a multiple eigenvalue. So the search continues with
+    random vectors, orthogonal to all earlier ones, until better eigenvalues are excluded, except
+    for a chance of about 0.1 %. Eigenpairs of structured operators, such as KFAC, are computed from
+    their structure.
 
     Args:
         A: A symmetric operator or matrix of any kind, ``[D, D]``.
@@ -98,9 +101,9 @@ def eigsh(
         maxiter: Largest number of restarts. Default: 1000.
         verify: Whether to look for better eigenvalues in the space that the search has not covered.
             This takes a few products, or tens if the wanted eigenvalues lie in a dense part of the
-            spectrum. It takes none if ``v0`` is not given, and one eigenvalue is wanted from each
-            end. With False, copies of an eigenvalue may be missing, and
-            eigenvectors that are orthogonal to ``v0``.
+            spectrum: for small networks, 10 to 40 % more. It takes none if ``v0`` is not given, and
+            one eigenvalue is wanted from each end. With False, copies of an eigenvalue may be
+            missing, and eigenvectors that are orthogonal to ``v0``.
         on_failure: Without convergence, ``"warn"`` and return the best pairs, or ``"raise"``.
         seed: Seed of random vectors. Default: always the same one; nothing is drawn from PyTorch's
             global generator.
@@ -148,15 +151,29 @@ def eigsh(
     if known is not None:
         values, vectors = known
         residuals = matrix.space.norms((matrix @ vectors - vectors * values).T).to(vectors)
-        check = [matrix.num_products, float(residuals.max())]
-        history = torch.tensor([check], dtype=torch.float64, device="cpu")
+        history = _history([(matrix.num_products, float(residuals.max()))])
         return Eigenpairs(values, matrix.vectors(vectors), residuals, matrix.num_products, history)
     # the result does not depend on the start, so that there is no need to draw a seed
     generator = read_generator(matrix.device, 0 if seed is generator is None else seed, generator)
-    observer = _Observer(matrix, callback)
-    basis = LanczosBasis(matrix, start, ncv, generator)
+    basis, checks = LanczosBasis(matrix, start, ncv, generator), list[tuple[int, float]]()
+
+    def observe(pairs: RitzPairs) -> bool:
+        checks.append((matrix.num_products, float(pairs.residuals.max())))
+
+        def state() -> Iteration:
+            vectors = basis.combine(pairs.vectors)
+            return Iteration(
+                iteration=len(checks),
+                num_products=matrix.num_products,
+                residuals=pairs.residuals.to(vectors.device),
+                iterate=matrix.vectors(vectors),
+                values=pairs.values.to(vectors),
+            )
+
+        return stops(callback, matrix.operator._team, state)
+
     search = _Search(basis, k, which, tol, verify, is_random=start is None)
-    num_missed, pairs = search.run(maxiter, observer), search.found
+    num_missed, pairs = search.run(maxiter, observe), search.found
     if num_missed:
         fail(
             f"eigsh: after {matrix.num_products} products {num_missed} of {k} pairs have not "
@@ -167,7 +184,12 @@ def eigsh(
     vectors = basis.combine(pairs.vectors)
     values, residuals = pairs.values.to(vectors), pairs.residuals.to(vectors)
     vectors = matrix.vectors(vectors)
-    return Eigenpairs(values, vectors, residuals, matrix.num_products, observer.history())
+    return Eigenpairs(values, vectors, residuals, matrix.num_products, _history(checks))
+
+
+def _history(checks: list[tuple[int, float]]) -> Tensor:
+    """Return the products and largest residuals at each check, ``[num_checks, 2]``."""
+    return torch.tensor(checks, dtype=torch.float64, device="cpu")
 
 
 def _count_pairs(k: int, matrix: Matrix) -> int:
@@ -179,38 +201,6 @@ def _count_pairs(k: int, matrix: Matrix) -> int:
             "torch.linalg.eigh(A.to_dense())."
         )
     return check_count("k", k, at_most=dim)
-
-
-class _Observer:
-    """Records the checks of convergence, and shows them to a callback.
-
-    Args:
-        matrix: The matrix.
-        callback: The user's callback.
-    """
-
-    def __init__(self, matrix: Matrix, callback: Callback):
-        self._matrix, self._callback = matrix, callback
-        self._checks: list[tuple[int, float]] = []
-
-    def __call__(self, basis: "LanczosBasis", pairs: "RitzPairs") -> bool:
-        """Note the wanted pairs at a check; return whether the callback stops."""
-        self._checks.append((self._matrix.num_products, float(pairs.residuals.max())))
-        return stops(self._callback, self._matrix.operator, partial(self._state, basis, pairs))
-
-    def _state(self, basis: "LanczosBasis", pairs: "RitzPairs") -> Iteration:
-        vectors = basis.combine(pairs.vectors)
-        return Iteration(
-            iteration=len(self._checks),
-            num_products=self._matrix.num_products,
-            residuals=pairs.residuals.to(vectors.device),
-            iterate=self._matrix.vectors(vectors),
-            values=pairs.values.to(vectors),
-        )
-
-    def history(self) -> Tensor:
-        """Return the products and largest residuals, ``[num_checks, 2]``."""
-        return torch.tensor(self._checks, dtype=torch.float64, device="cpu")
 
 
 class RitzPairs(NamedTuple):
@@ -249,14 +239,6 @@ class _Search:
     converged pairs, which are locked. The search ends when the probe excludes better eigenvalues,
     and continues with those that it finds.
 
-    Args:
-        basis: The basis.
-        k: The number of wanted pairs.
-        which: The wanted eigenvalues.
-        tol: The largest residuals, relative to eigenvalues.
-        verify: Whether to probe.
-        is_random: Whether the start is.
-
     Attributes:
         found: The wanted pairs at the last check, by ascending value.
         num_missed: The number of wanted pairs that have not converged, or are not there yet.
@@ -278,13 +260,15 @@ class _Search:
         self._verify, self._is_random = verify, is_random
         #: In a probe, wanted pairs are locked, and better eigenvalues are outside of these limits.
         self._limits: tuple[float, float] | None = None
+        #: Outside of these, they have to be excluded.
+        self._copies = -inf, inf
 
-    def run(self, maxiter: int, observe: "_Observer") -> int:
+    def run(self, maxiter: int, observe: Callable[[RitzPairs], bool]) -> int:
         """Search; return the number of pairs that miss their goal, or may not be the wanted ones.
 
         Args:
             maxiter: The largest number of restarts.
-            observe: Called with the basis and the wanted pairs at each check. True ends the search.
+            observe: Called with the wanted pairs at each check. True ends the search.
         """
         basis, restarts, checked = self._basis, 0, 0
         while True:
@@ -293,7 +277,7 @@ class _Search:
             if is_due or basis.is_full or basis.is_complete:
                 checked = basis.size
                 self.check()
-                if observe(basis, self.found):
+                if observe(self.found):
                     return 0
                 if self.is_done():
                     return self.num_missed
@@ -326,11 +310,11 @@ class _Search:
             values = self._pairs.values
             is_better = ~self._pairs.is_locked & ((values < low) | (values > high))
             if not bool(is_better.any()):
-                low, high = (
-                    (-inf if self._excludes(low) else low),
-                    (inf if self._excludes(high) else high),
+                below, above = self._copies
+                self._limits = (
+                    (-inf if self._excludes(below) else low),
+                    (inf if self._excludes(above) else high),
                 )
-                self._limits = low, high
                 return self._limits == (-inf, inf)
             self._use_probe(is_better)
         if self.num_missed or basis.is_beginning:
@@ -346,18 +330,33 @@ class _Search:
     def _begin_probe(self) -> None:
         """Look for better eigenvalues in the space that is orthogonal to the basis."""
         values, k = self.found.values, self._k
-        smallest, num_low = float(values.abs().min()), k // 2
-        low = {"LM": -smallest, "SA": float(values[-1])}.get(self._which, -inf)
-        high = {"LM": smallest, "LA": float(values[0])}.get(self._which, inf)
-        if self._which == "BE":
-            low, high = (float(values[num_low - 1]) if num_low else -inf), float(values[num_low])
-        self._limits, self._is_random = (low - self._slack, high + self._slack), False
+        if self._which == "LM":
+            low = high = values.abs().sort().values
+        else:
+            num_low = {"LA": 0, "SA": k, "BE": k // 2}[self._which]
+            low, high = -values[:num_low].flip(0), values[num_low:]
+        (low, below), (high, above) = self._limit(low), self._limit(high)
+        self._limits, self._copies = (-low, high), (-below, above)
         # unconverged pairs are locked, too, if there is room: then a probe takes fewer products
         is_settled = bool(self._converged.all())
         if self._basis.size > self._basis.most_locked(k):
             self._lock()
             is_settled = True
         self._basis.begin(self._basis.random_row(), is_settled)
+
+    def _limit(self, wanted: Tensor) -> tuple[float, float]:
+        """Return the number beyond which eigenvalues are better than the wanted, ascending ones.
+
+        The second number is the one beyond which a probe excludes them. A random start has shown
+        one copy of each eigenvalue, but for a small chance. So only further copies may be missing,
+        and those of the last wanted one change nothing.
+        """
+        if not len(wanted):
+            return inf, inf
+        least = float(wanted[0]) + self._slack
+        if not self._is_random or len(wanted) == 1:
+            return least, least
+        return least, max(least, float(wanted[1]) - self._slack)
 
     def _use_probe(self, is_better: Tensor) -> None:
         """Go on with the pairs of a probe, in place of unconverged ones that are locked."""
@@ -427,6 +426,53 @@ def _order(values: Tensor, which: str) -> Tensor:
     return torch.stack([ascending.flip(0), ascending], dim=1).flatten()[: len(values)]
 
 
+class _Rows:
+    """Vectors as rows of blocks, so that none moves when there are more."""
+
+    def __init__(self, space: ParameterSpace):
+        self._space, self._blocks = space, list[Tensor]()
+        self._height = max(_ROWS, _BLOCK // max(space.local_dim * space.dtype.itemsize, 1))
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a row, ``[1, D]``; the one after the last one is allocated."""
+        block, row = divmod(index, self._height)
+        if block == len(self._blocks):
+            self._blocks.append(self._space.empty(self._height))
+        return self._blocks[block][row : row + 1]
+
+    def remove(self, first: int, stop: int, w: Tensor) -> Tensor:
+        """Subtract from w ``[1, D]`` its parts along some rows; return them, float64, CPU."""
+        parts = [torch.zeros(0, dtype=torch.float64, device="cpu")]
+        for rows in self._slices(first, stop):
+            coefficients = self._space.gram(rows, w)
+            w.addmm_(coefficients.T, rows, alpha=-1)
+            parts.append(coefficients.sum(1).double().cpu())
+        return torch.cat(parts)
+
+    def combine(self, Y: Tensor) -> Tensor:
+        """Return combinations ``[D, p]`` of the first m rows, with coefficients ``[m, p]``."""
+        out = self._space.empty(Y.shape[1]).zero_()
+        for rows, some in zip(self._slices(0, len(Y)), Y.split(self._height), strict=True):
+            out.addmm_(some.T.to(rows), rows)
+        return out.T
+
+    def recombine(self, Y: Tensor) -> None:
+        """Replace the first p of m rows by combinations, with coefficients ``[m, p]``."""
+        old, new = (list(self._slices(0, size)) for size in Y.shape)
+        coefficients = Y.T.to(old[0])
+        width = max(_PART // (len(Y) * coefficients.itemsize), 1)
+        for start in range(0, self._space.local_dim, width):
+            part = coefficients @ torch.cat([rows[:, start : start + width] for rows in old])
+            for rows, values in zip(new, part.split(self._height), strict=True):
+                rows[:, start : start + width] = values
+
+    def _slices(self, first: int, stop: int) -> Iterator[Tensor]:
+        """Yield some rows, block by block."""
+        for start in range(first - first % self._height, stop, self._height):
+            block = self._blocks[start // self._height]
+            yield block[max(first - start, 0) : stop - start]
+
+
 class LanczosBasis:
     """An orthonormal basis V with ``A V = V H + q b^T``, stored as rows.
 
@@ -450,7 +496,7 @@ class LanczosBasis:
     def __init__(self, matrix: Matrix, start: Tensor | None, ncv: int, generator: torch.Generator):
         self._matrix, self._generator, self.ncv = matrix, generator, ncv
         self._space, self._eps = matrix.space, torch.finfo(matrix.dtype).eps
-        self._rows = matrix.space.empty(min(ncv, 50) + 1)  # V, then q
+        self._rows = _Rows(matrix.space)  # V, then q
         self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self._noise = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norm = 0.0  # a lower bound on the norm of A: the largest product so far
@@ -493,12 +539,13 @@ class LanczosBasis:
             pairs = self.ritz()
             self._locked = pairs._replace(is_locked=torch.ones_like(pairs.is_locked))
         self.num_locked, self.is_settled = self.size, is_settled
-        rows, size = self._rows[: self.size], self._space.norms(row).to(row).unsqueeze(1)
+        size = self._space.norms(row).to(row).unsqueeze(1)
         row = row / size.where(size > 0, 1.0)
         for _ in range(2):
-            row = row - self._space.gram(row, rows) @ rows
+            self._rows.remove(0, self.size, row)
         row, _ = self._unit(row, 100 * self._eps)
-        row, _ = self._unit(row - self._space.gram(row, rows) @ rows, 0.5)
+        self._rows.remove(0, self.size, row)
+        row, _ = self._unit(row, 0.5)
         self._set_next(row, torch.zeros(self.size, dtype=torch.float64, device="cpu"))
         self._first_coupled, self._log_betas, self._dropped = 0, 0.0, list[Tensor]()
         self._start = torch.zeros(self.size, dtype=torch.float64, device="cpu")  # q_0, in the basis
@@ -508,24 +555,21 @@ class LanczosBasis:
         if not self._has_next:
             self.begin(self.random_row())
         m = self.size
-        w = (self._matrix @ self._rows[m : m + 1].T).T.contiguous()
+        w = (self._matrix @ self._rows[m].T).T.contiguous()
         largest = float(self._space.norms(w))
         self._norm = max(self._norm, largest)
         H = torch.zeros(m + 1, m + 1, dtype=torch.float64, device="cpu")
         H[:m, :m], H[m, :m] = self._H, self._b
         # in exact arithmetic the first pass is enough; the second one removes rounding errors
         for first in (self._first_coupled, 0):
-            rows = self._rows[first : m + 1]
-            coefficients = self._space.gram(rows, w)
-            w.addmm_(coefficients.T, rows, alpha=-1)
-            H[first:, m] += coefficients[:, 0].double().cpu()
+            H[first:, m] += self._rows.remove(first, m + 1, w)
         is_beginning = float(self.is_beginning)
         self.size = m + 1
         q, beta = self._unit(w, self.rounding)
         if 0 < beta < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
-            rows = self._rows[: m + 1]
-            q, rest = self._unit(q - self._space.gram(q, rows) @ rows, 0.5)
+            self._rows.remove(0, m + 1, q)
+            q, rest = self._unit(q, 0.5)
             beta *= rest
         self._log_betas += log(beta) if beta else inf
         self._check_symmetric(H, m)
@@ -612,12 +656,9 @@ class LanczosBasis:
         self._dropped.append(pairs.values[is_dropped])
         pairs = pairs.select(kept)
         self._start = pairs.vectors.T @ self._start
-        q = self._rows[self.size : self.size + self._has_next].clone()
-        coefficients = pairs.vectors.T.to(self._rows)
-        width = max(_PART // (self.size * self._rows.itemsize), 1)
-        for part in self._rows.split(width, dim=1):
-            part[: len(coefficients)] = coefficients @ part[: self.size]
-        self.size, self._H, self._first_coupled = len(coefficients), pairs.values.diag(), 0
+        q = self._rows[self.size][: int(self._has_next)].clone()
+        self._rows.recombine(pairs.vectors)
+        self.size, self._H, self._first_coupled = len(pairs.values), pairs.values.diag(), 0
         self._noise, self.num_locked = pairs.noise, int(pairs.is_locked.sum())
         eye = torch.eye(self.num_locked, dtype=torch.float64, device="cpu")
         locked = pairs.select(pairs.is_locked)._replace(vectors=eye)
@@ -632,8 +673,7 @@ class LanczosBasis:
 
     def combine(self, Y: Tensor) -> Tensor:
         """Return the vectors ``[D, p]`` with coefficients ``[m, p]`` in the basis."""
-        rows = self._rows[: self.size]
-        return rows.T @ Y.to(rows)
+        return self._rows.combine(Y)
 
     def _unit(self, row: Tensor, negligible: float) -> tuple[Tensor, float]:
         """Return a row ``[1, D]`` of norm one, and its norm; no row ``[0, D]`` if it is negligible.
@@ -646,12 +686,8 @@ class LanczosBasis:
         return row / norm.to(row), float(norm)
 
     def _set_next(self, q: Tensor, b: Tensor) -> None:
-        if self.size == len(self._rows):
-            longer = self._rows.new_empty(min(2 * self.size, self.ncv + 1), self._rows.shape[1])
-            longer[: self.size] = self._rows
-            self._rows = longer
         self._has_next, self._b = len(q) > 0, b
-        self._rows[self.size : self.size + len(q)] = q
+        self._rows[self.size][: len(q)] = q
 
     def _check_symmetric(self, H: Tensor, start: int) -> None:
         """Check that the measured coefficients of the last block are symmetric."""

@@ -30,10 +30,17 @@ from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.krylov import ASYMMETRY, Systems, add_scaled, check_sizes, scaled
+from curvlinops.algorithms.krylov import (
+    ASYMMETRY,
+    Systems,
+    add_scaled,
+    check_sizes,
+    combined,
+    orthonormalized,
+    scaled,
+)
 from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_choice, check_count, check_number
 
@@ -207,19 +214,9 @@ def _enclose(
     combine: _Combine,
     is_log: bool = False,
 ) -> Interval:
-    """Enclose quadratic forms, and combine them to the result.
+    """Enclose the quadratic forms of rows ``[K, D]``, and combine them to the result.
 
-    Args:
-        matrix: The matrix.
-        rows: The vectors, ``[K, D]``.
-        rounded: The norms of what they were computed from, which tell how accurate they are.
-        damping: See ``quadratic_form``, as for the other arguments.
-        num_products: The largest number of products.
-        rtol: The wanted accuracy.
-        preconditioner: Approximates the inverse.
-        callback: The user's callback.
-        combine: Takes the intervals of all rows; returns the result.
-        is_log: Whether the function is the logarithm.
+    The norms ``rounded`` of what the rows were computed from tell how accurate they are.
     """
     damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
     if not 0 < damping or not isfinite(damping):
@@ -239,30 +236,30 @@ def _enclose(
     index, iteration = sizes.nonzero().squeeze(1), 0
     units = scaled(1 / sizes[index], rows[index])
     rounded = (rounded[index] / sizes[index]).cpu()
-    search = _Search(matrix, units, rounded, index.cpu(), damping)
-    while len(search.s.index) and search.m < num_products:
-        search.extend(approximate)
-        low, high, rounding = search.bounds()
+    directions = _Directions(matrix, units, rounded, index.cpu(), damping)
+    while len(directions.s.index) and directions.m < num_products:
+        directions.extend(approximate)
+        low, high, rounding = directions.bounds()
         if is_log:
-            low, high, rounding = search.bounds_of_log()
-        if search.m == 1 < num_products:  # the first product may not show the norm of the matrix
-            continue
-        index, iteration = search.s.index.to(squares.device), iteration + 1
+            low, high, rounding = directions.bounds_of_log()
+        if directions.m == 1 < num_products:
+            continue  # the first product may not show the norm of the matrix
+        index, iteration = directions.s.index.to(squares.device), iteration + 1
         lower, upper = (
             bound.index_copy(0, index, x.to(squares) * squares[index])
             for bound, x in zip(found[:2], (low, high), strict=True)
         )
-        found = Interval(lower, upper, search.m)
+        found = Interval(lower, upper, directions.m)
         state = partial(
             Iteration,
             iteration=iteration,
             num_products=matrix.num_products,
             values=torch.stack(combine(found)[:2]),
         )
-        if stops(callback, operator, state):
+        if stops(callback, operator._team, state):
             break
         goal = rtol * (torch.ones_like(high) if is_log else high)
-        search.s.keep(high - low > goal.maximum(2 * rounding))
+        directions.s.keep(high - low > goal.maximum(2 * rounding))
     return combine(found)
 
 
@@ -277,7 +274,7 @@ def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tenso
     return operator.domain.dots(rows, inverse._multiply_rows(rows))
 
 
-class _Search:
+class _Directions:
     """Directions z of K unit vectors g, their products, and the bounds that these give.
 
     Args:
@@ -321,7 +318,7 @@ class _Search:
         z = s.V[:, 0] if m == 1 else s.residual
         if preconditioner is not None and m != 1:
             z = preconditioner._multiply_rows(z).to(z)
-        z, _, _ = _unit(space, z, s.Z)
+        z, _, _ = orthonormalized(space, z, s.Z)
         s.S, s.R, s.P = (torch.nn.functional.pad(x, (0, 1, 0, 1)) for x in (s.S, s.R, s.P))
         s.b, s.t = (torch.nn.functional.pad(x, (0, 1)) for x in (s.b, s.t))
         s.b[:, m] = space.dots(z, s.g).cpu()
@@ -330,7 +327,7 @@ class _Search:
         s.Z = torch.cat([s.Z, z.unsqueeze(1)], 1)
         w = (self.matrix @ z.T).T.contiguous()
         s.S[:, :, m] = space.overlaps(s.Z, w).double().cpu()
-        v, overlaps, size = _unit(space, w, s.V)
+        v, overlaps, size = orthonormalized(space, w, s.V)
         s.R[:, :m, m], s.R[:, m, m] = overlaps.cpu(), size.cpu()
         s.V = torch.cat([s.V, v.unsqueeze(1)], 1)
         t = space.dots(v, s.rest)
@@ -361,7 +358,7 @@ class _Search:
         roots = (values * d).sqrt().unsqueeze(2) * vectors.mT
         stacked = torch.cat([R, roots], 1), torch.cat([t, torch.zeros_like(t)], 1).unsqueeze(2)
         y = torch.linalg.lstsq(*stacked, driver="gelsd").solution.squeeze(2)
-        s.residual = s.g - _combine(s.V, _multiply(R, x)) - _combine(s.Z, d * x)
+        s.residual = s.g - combined(s.V, _multiply(R, x)) - combined(s.Z, d * x)
         size_x, size_y = x.norm(dim=1), y.norm(dim=1)
         lower = 2 * _dots(b, x) - _dots(x, _multiply(S, x)) - d * size_x**2
         doubt = noise * size_x**2 + s.unit * size_x * (1 + d * size_x)
@@ -411,28 +408,6 @@ class _Search:
                 "symmetric part (A + A.T) / 2."
             )
         return max(_PRODUCT * self.eps * self.norm, _FROM_SIGNS * self.asymmetry)
-
-
-def _unit(space: ParameterSpace, rows: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit vectors outside of bases ``[K, m, D]``, overlaps with these, and norms outside.
-
-    Vectors of which only rounding errors lie outside have the unit vector zero.
-    """
-    overlaps = rows.new_zeros(basis.shape[:2], dtype=torch.float64)
-    sizes = overlaps.new_ones(len(rows), 1)
-    for _ in range(2):
-        more = space.overlaps(basis, rows)
-        rows, overlaps = rows - _combine(basis, more), overlaps + sizes * more
-        outside = space.norms(rows)
-        rows = scaled((1 / outside).nan_to_num(posinf=0.0), rows)
-        sizes = sizes * outside.unsqueeze(1)
-    is_outside = outside > 0.5
-    return scaled(is_outside, rows), overlaps, sizes[:, 0] * is_outside
-
-
-def _combine(basis: Tensor, x: Tensor) -> Tensor:
-    """Return combinations ``[K, D]`` of vectors ``[K, m, D]``, with coefficients ``[K, m]``."""
-    return torch.bmm(x.to(basis).unsqueeze(1), basis).squeeze(1)
 
 
 def _multiply(matrices: Tensor, x: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 X[sizes == 0] = 0.0  # zero is the solution
                 R = B - A.multiply(X)
             residuals = self.domain.norms(R)
-            log = IterationLog(A, residuals, partial(stops, self._callback, self))
+            log = IterationLog(A, residuals, partial(stops, self._callback, self._team))
             rounding = 100 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
             R = R[index]
@@ -360,6 +360,38 @@ def add_scaled(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:
 def scaled(factors: Tensor, rows: Tensor) -> Tensor:
     """Multiply each row of ``[K, D]`` by its factor."""
     return factors.to(rows).unsqueeze(1) * rows
+
+
+def orthonormalized(
+    space: ParameterSpace, rows: Tensor, bases: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unit vectors that are orthogonal to bases, by two passes of Gram and Schmidt.
+
+    Args:
+        space: The space of the vectors.
+        rows: K vectors, ``[K, D]``.
+        bases: An orthonormal basis for each, ``[K, m, D]``.
+
+    Returns:
+        The unit vectors, ``[K, D]``; the overlaps of the vectors with their bases, ``[K, m]``, and
+        the norms of what is outside of these, ``[K]``, in float64. Vectors of which only rounding
+        errors are outside have the unit vector zero.
+    """
+    overlaps = rows.new_zeros(bases.shape[:2], dtype=torch.float64)
+    sizes = overlaps.new_ones(len(rows), 1)
+    for _ in range(2):
+        more = space.overlaps(bases, rows)
+        rows, overlaps = rows - combined(bases, more), overlaps + sizes * more
+        outside = space.norms(rows)
+        rows = scaled((1 / outside).nan_to_num(posinf=0.0), rows)
+        sizes = sizes * outside.unsqueeze(1)
+    is_outside = outside > 0.5
+    return scaled(is_outside, rows), overlaps, sizes[:, 0] * is_outside
+
+
+def combined(bases: Tensor, x: Tensor) -> Tensor:
+    """Return combinations ``[K, D]`` of vectors ``[K, m, D]``, with coefficients ``[K, m]``."""
+    return torch.bmm(x.to(bases).unsqueeze(1), bases).squeeze(1)
 
 
 def check_positive(squares: Tensor) -> Tensor:

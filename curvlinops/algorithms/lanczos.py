@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.krylov import orthonormalized, scaled
 from curvlinops.algorithms.sampling import (
     Estimate,
     RunningMean,
@@ -14,7 +15,6 @@ from curvlinops.algorithms.sampling import (
     SamplingOptions,
     estimator,
 )
-from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.support.arguments import check_count
 
 #: Products for each random vector in ``lanczos_logdet``.
@@ -58,18 +58,17 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
     """
     eps = torch.finfo(matrix.dtype).eps
     space = matrix.space
-    v = X.T / space.norms(X.T).to(X).unsqueeze(1)
+    v = scaled(1 / space.norms(X.T), X.T)
     basis = v.new_empty(len(v), num_steps, v.shape[1])
-    diagonal, off_diagonal = v.new_zeros(2, len(v), num_steps)
-    scale = v.new_full((len(v),), torch.finfo(matrix.dtype).tiny)
+    diagonal, off_diagonal = v.new_zeros(2, len(v), num_steps, dtype=torch.float64)
+    scale = diagonal.new_full((len(v),), torch.finfo(matrix.dtype).tiny)
     alive = torch.ones(len(v), dtype=torch.bool, device=matrix.device)
     for step in range(num_steps):
         if not bool(alive.any()):
             diagonal[:, step:] = diagonal[:, :1]
             break
         basis[:, step] = v
-        W, overlaps = _orthogonalize(space, (matrix @ v.T).T, basis[:, : step + 1])
-        norms = space.norms(W).to(W)
+        v, overlaps, norms = orthonormalized(space, (matrix @ v.T).T, basis[:, : step + 1])
         scale = scale.maximum(overlaps.abs().amax(1)).maximum(norms)
         if step and not matrix.operator.self_adjoint:
             # of a symmetric matrix, products are orthogonal to all vectors but the last two
@@ -85,23 +84,12 @@ def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
         diagonal[:, step] = overlaps[:, step].where(alive, diagonal[:, 0])
         alive = alive & (norms > 100 * eps * scale)
         off_diagonal[:, step] = norms.where(alive, 0.0)
-        v = torch.where(alive.unsqueeze(1), W / norms.unsqueeze(1), 0.0)
-    diagonal, off_diagonal = diagonal.double(), off_diagonal.double()
+        v = scaled(alive, v)
     inner = off_diagonal[:, :-1]
     T = torch.diag_embed(diagonal) + torch.diag_embed(inner, 1) + torch.diag_embed(inner, -1)
     nodes, vectors = torch.linalg.eigh(T)
     residuals = off_diagonal[:, -1:] * vectors[:, -1].abs()
     return Quadrature(nodes, vectors[:, 0].square(), residuals)
-
-
-def _orthogonalize(space: ParameterSpace, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parts of vectors ``[K, D]`` outside of their bases ``[K, m, D]``, and overlaps."""
-    overlaps = torch.zeros_like(basis[:, :, 0])
-    for _ in range(2):
-        more = space.overlaps(basis, W)
-        W = W - torch.bmm(more.unsqueeze(1), basis).squeeze(1)
-        overlaps = overlaps + more
-    return W, overlaps
 
 
 @estimator

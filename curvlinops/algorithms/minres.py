@@ -52,12 +52,7 @@ def _start(A: DampedMatrix, systems: Systems, z: Tensor) -> Systems:
 
     The state holds the Lanczos recurrence ``A v_k = beta_k v_(k-1) + alpha_k v_k + beta_(k+1)
     v_(k+1)`` in the inner product of the preconditioner M, and the QR decomposition of its
-    tridiagonal matrix by Givens rotations.
-
-    Args:
-        A: The matrix.
-        systems: The systems to solve.
-        z: The preconditioned residuals of the systems.
+    tridiagonal matrix by Givens rotations. Preconditioned residuals are z.
     """
     beta = check_positive(A.space.dots(systems.R, z)).sqrt()
     zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(z)

@@ -127,7 +127,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
                 if (self.check_nan or k == self.num_terms) and not bool(last.isfinite().all()):
                     self._diverge(k)
                 state = partial(self._state, k, last, total)
-                if stops(self._callback, self, state):
+                if stops(self._callback, self._team, state):
                     return total
         if bool((last > first).any()):
             self._diverge(self.num_terms)

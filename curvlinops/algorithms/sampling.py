@@ -156,8 +156,6 @@ class Sampler:
     def num_vectors(self, num_matvecs: int, cost: int = 1, error_needs: int = 2) -> int | None:
         """Return the number of random vectors, or ``None`` if D products are allowed.
 
-        The progress bar then expects their products.
-
         Args:
             num_matvecs: The largest number of products.
             cost: The number of products for each random vector.
@@ -183,7 +181,7 @@ class Sampler:
         """
         products = self.matrix.num_products
         state = partial(Iteration, iteration=iteration, num_products=products, values=values)
-        return stops(self.callback, self.matrix.operator, state)
+        return stops(self.callback, self.matrix.operator._team, state)
 
     def mean(
         self, num_matvecs: int, terms: Callable[[Tensor, Tensor], Tensor]

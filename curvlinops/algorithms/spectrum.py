@@ -175,10 +175,6 @@ class LanczosApproximateSpectrumCached:
         return low, high
 
 
-#: The same class, for whom looks for the density on a logarithmic axis.
-LanczosApproximateLogSpectrumCached = LanczosApproximateSpectrumCached
-
-
 @_estimator
 def lanczos_approximate_spectrum(
     A: AnyMatrix,

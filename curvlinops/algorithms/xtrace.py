@@ -9,9 +9,6 @@ The standard error from K vectors is that of K independent terms (section 2.5 of
 ``sqrt(2 D / (D - K + 1))``, since the terms share all vectors. In experiments it is between 0.6 and
 1.7 times the actual error. It needs three vectors: the terms of two vectors of signs are equal for
 every diagonal matrix.
-
-Gram matrices, QR and Cholesky factors are those of products divided by a power of two (see
-``_Products``): squares of large or small numbers are not representable.
 """
 
 from collections.abc import Callable
@@ -53,8 +50,7 @@ def xtrace(
     arguments are those of ``hutchinson_trace``.
     """
     sampler = Sampler(Matrix(A, square=True), distribution, **options)
-    products = _Products(sampler)
-    sketch = _Sketch(products)
+    sketch = _Sketch(sampler)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -70,7 +66,7 @@ def xtrace(
             outside = _rescaled(outside, lengths - V.square().sum(0), lengths, sampler)
         return inside + outside
 
-    return _mean(products, num_matvecs, terms, sampler.quadratic_forms, cost=2)
+    return _mean(sampler, num_matvecs, terms, sampler.quadratic_forms, cost=2)
 
 
 @estimator
@@ -88,8 +84,7 @@ def xdiag(A: AnyMatrix, num_matvecs: int, **options: Unpack[SamplingOptions]) ->
         NotImplementedError: If ``A`` has no products with its transpose.
     """
     sampler = Sampler(Matrix(A, square=True), "rademacher", **options)
-    products = _Products(sampler)
-    sketch = _Sketch(products, adjoint=True)
+    sketch = _Sketch(sampler, adjoint=True)
 
     def terms(new: Tensor) -> Tensor:
         sketch.extend(new)
@@ -99,7 +94,7 @@ def xdiag(A: AnyMatrix, num_matvecs: int, **options: Unpack[SamplingOptions]) ->
         inside = (sketch.Q * sketch.Z).sum(1, keepdim=True)
         return inside + sketch.Q @ S * (sketch.X * lengths - sketch.Z @ S)
 
-    return _mean(products, num_matvecs, terms, torch.mul, cost=2)
+    return _mean(sampler, num_matvecs, terms, torch.mul, cost=2)
 
 
 @estimator
@@ -127,48 +122,18 @@ def xnystrace(
     if distribution == "rademacher" and matrix.shape[0] < _FEW_DIMENSIONS:
         distribution = "sphere"
     sampler = Sampler(matrix, distribution, **options)
-    products = _Products(sampler)
     X = AX = matrix.space.empty(0).T
 
     def terms(new: Tensor) -> Tensor:
         nonlocal X, AX
-        X, AX = _append(X, new), _append(AX, products.multiply(new))
+        X, AX = _append(X, new), _append(AX, sampler.multiply(new))
         return _nystrom_terms(sampler, X, AX)
 
-    return _mean(products, num_matvecs, terms, sampler.quadratic_forms, cost=1)
-
-
-class _Products:
-    """Multiplies vectors, and divides the products by a power of two, which is exact.
-
-    Attributes:
-        sampler: Has the matrix.
-        unit: The power of two, near the largest entry of the first products that are not zero.
-            Zero as long as all products are.
-    """
-
-    def __init__(self, sampler: Sampler):
-        self.sampler, self.unit = sampler, 0.0
-
-    def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
-        """Multiply vectors ``[D, K]`` by the matrix, or its transpose, in units of ``unit``."""
-        product = self.sampler.multiply(X, adjoint)
-        largest = self.sampler.matrix.space.largest(product)
-        self.unit = self.unit or _power_of_two(largest, product.dtype)
-        return product.div_(self.unit or 1.0)
-
-
-def _power_of_two(largest: float, dtype: torch.dtype) -> float:
-    """Return the power of two just below a positive number, zero for zero."""
-    tiny = torch.finfo(dtype).tiny
-    if largest == 0:
-        return 0.0
-    # its inverse must be a normal number, too
-    return min(max(2.0 ** (frexp(largest)[1] - 1), tiny), 1 / tiny)
+    return _mean(sampler, num_matvecs, terms, sampler.quadratic_forms, cost=1)
 
 
 def _mean(
-    products: _Products,
+    sampler: Sampler,
     num_matvecs: int,
     terms: Callable[[Tensor], Tensor],
     exact: Callable[[Tensor, Tensor], Tensor],
@@ -177,14 +142,13 @@ def _mean(
     """Average over the vector that is left out; see the module for the standard error.
 
     Args:
-        products: Has the sampler that draws the random vectors.
+        sampler: Draws the random vectors.
         num_matvecs: The largest number of products.
         terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
-            axis, in units of ``products.unit``.
+            axis.
         exact: Takes unit vectors and their products; returns terms that add up to the exact result.
         cost: The number of products for each random vector.
     """
-    sampler = products.sampler
     num = sampler.num_vectors(num_matvecs, cost, error_needs=3)
     if num is None:
         return sampler.exact(exact)
@@ -192,29 +156,25 @@ def _mean(
     def update(new: Tensor) -> tuple[Tensor, Tensor]:
         samples = terms(new)
         mean, error = RunningMean().update(samples)
-        error = (2 * sampler.dim / (sampler.dim - samples.shape[-1] + 1)) ** 0.5 * error
-        return products.unit * mean, products.unit * error
+        return mean, (2 * sampler.dim / (sampler.dim - samples.shape[-1] + 1)) ** 0.5 * error
 
     return sampler.run(num, update, at_once=num)
 
 
 class _Sketch:
-    """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``.
+    """Random vectors X, ``A X = Q R`` with orthonormal Q, and ``Z = A Q`` or ``A^T Q``."""
 
-    R and Z are in units of ``products.unit``.
-    """
-
-    def __init__(self, products: _Products, adjoint: bool = False):
-        self._products, self._adjoint = products, adjoint
-        self.X = self.Q = self.Z = products.sampler.matrix.space.empty(0).T
+    def __init__(self, sampler: Sampler, adjoint: bool = False):
+        self._sampler, self._adjoint = sampler, adjoint
+        self.X = self.Q = self.Z = sampler.matrix.space.empty(0).T
         self.R = self.X.new_zeros(0, 0)
 
     def extend(self, new: Tensor) -> None:
         """Append random vectors to X, and new columns to Q, R and Z."""
-        Y, old = self._products.multiply(new), len(self.R)
+        Y, old = self._sampler.multiply(new), len(self.R)
         num = old + new.shape[1]
         # by Householder's method, which is orthogonal to Q even if products lie in its span
-        space = self._products.sampler.matrix.space
+        space = self._sampler.matrix.space
         basis, coefficients = space.qr(torch.cat([self.Q, Y], dim=1).T)
         basis = basis[old:].T
         R = self.R.new_zeros(num, num)
@@ -222,7 +182,7 @@ class _Sketch:
         R[old:, old:] = coefficients[old:, old:]
         self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
         # products with contiguous vectors are fastest
-        product = self._products.multiply(basis.T.contiguous().T, self._adjoint)
+        product = self._sampler.multiply(basis.T.contiguous().T, self._adjoint)
         self.Z = _append(self.Z, product)
 
 
@@ -237,9 +197,9 @@ def _left_out(R: Tensor) -> Tensor:
     If a column depends on the others, any direction orthogonal to all of them will do: a diagonal
     entry of zero is replaced by a negligible one.
     """
-    R = R.double().clone()
-    diagonal = R.diagonal()
-    tiny = torch.finfo(torch.float64).eps * (R.abs().max() + (R == 0).all())
+    R = R.double()
+    R = R / (R.abs().max() + (R == 0).all())  # whose squares are neither too large nor too small
+    tiny, diagonal = torch.finfo(torch.float64).eps, R.diagonal()
     diagonal.copy_(torch.where(diagonal.abs() < tiny, tiny, diagonal))
     eye = torch.eye(len(R), dtype=R.dtype, device=R.device)
     S = torch.linalg.solve_triangular(R.T, eye, upper=False)
@@ -251,12 +211,7 @@ def _rescaled(forms: Tensor, squares: Tensor, lengths: Tensor, sampler: Sampler)
 
     A residual is the part of a random vector that is orthogonal to a subspace. If directions of
     the vectors are uniformly distributed, so are those of the residuals, whatever their lengths.
-
-    Args:
-        forms: The quadratic forms of K residuals, ``[K]``.
-        squares: The squared lengths of the residuals.
-        lengths: The squared lengths of the random vectors.
-        sampler: Draws the random vectors.
+    ``squares`` are squared lengths of the residuals, ``lengths`` those of the vectors, ``[K]``.
     """
     is_nonzero = squares > torch.finfo(sampler.matrix.dtype).eps * lengths
     return torch.where(is_nonzero, forms * (sampler.dim - len(forms) + 1) / squares, 0.0)
@@ -274,8 +229,12 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
         ValueError: If the matrix is not symmetric, or not positive semi-definite.
     """
     space = sampler.matrix.space
-    if space.largest(AX) == 0:  # nor would there be a shift
+    largest = space.largest(AX)
+    if largest == 0:  # nor would there be a shift
         return torch.zeros(X.shape[1], dtype=torch.float64, device=X.device)
+    # a power of two rounds nothing, and squares are neither too large nor too small
+    unit = 2.0 ** (frexp(largest)[1] - 1)
+    AX = AX / unit
     gram = space.gram(X.T, X.T).double()
     L, shift = _shifted_cholesky(sampler, X, AX, gram)
     R = space.qr((AX + shift * X).T)[1].double()
@@ -286,7 +245,7 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     if sampler.distribution != "rademacher":  # vectors of signs may be linearly dependent
         squares = 1 / torch.linalg.inv(gram).diagonal()
         forms = _rescaled(forms, squares, gram.diagonal(), sampler)
-    return trace - (R @ inverse).square().sum(0) / diagonal + forms
+    return unit * (trace - (R @ inverse).square().sum(0) / diagonal + forms)
 
 
 def _shifted_cholesky(

@@ -95,10 +95,13 @@ class Model(ABC):
         """Return a context in which the tensors in ``leaves`` require gradients."""
         return nullcontext()
 
-    def leaves(self) -> dict[str, Tensor]:
+    def leaves(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, to differentiate with respect to.
 
         Those of sharded parameters have no values, see ``stand_in``.
+
+        Args:
+            values: Other values of the parameters.
         """
         sharded = self.shards.params
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
@@ -106,6 +109,8 @@ class Model(ABC):
             name: (stand_in if name in sharded else without_history)(param)
             for name, param in self.params.items()
         }
+        if values is not None:
+            leaves = {name: with_attributes(x, leaves[name]) for name, x in values.items()}
         for name, leaf in leaves.items():
             leaf.requires_grad_().replaces = name  # to know it if it turns up in a later evaluation
         return leaves

@@ -13,7 +13,6 @@ from curvlinops.layers.gradients import PerSampleGradient, total
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.sample_rows import SampleRows
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, about
-from curvlinops.structured.eigh import DenseMatrix
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import Layout, ParameterView
@@ -184,6 +183,4 @@ def _factors(vectors: object) -> tuple[Factor, Factor | None]:
     """Return the factors of a block's eigenvectors."""
     if isinstance(vectors, KroneckerProductLinearOperator):
         return (*vectors._factors, None)[:2]
-    if isinstance(vectors, DenseMatrix):
-        return Factor(vectors.matrix.unsqueeze(0), symmetric=False), None
     raise ValueError("Its eigenvectors are no Kronecker product: leave it out of params.")

@@ -1,7 +1,6 @@
 """The loss over lines and planes through the parameters."""
 
 from collections.abc import Iterable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -118,13 +117,7 @@ def _read_steps(steps: Iterable[float] | Tensor | np.ndarray) -> Tensor:
 
 
 def _losses(A: DataLinearOperator, directions: Columns, points: Tensor) -> Tensor:
-    """Return the losses at parameters that are moved by combinations of directions.
-
-    Args:
-        A: The operator.
-        directions: K directions.
-        points: The coefficients of each combination, ``[P, K]``.
-    """
+    """Return the losses where combinations ``[P, K]`` of K directions lead."""
     sums = torch.zeros(len(points), dtype=torch.float64, device="cpu")
     coefficients = points.tolist()
     with (
@@ -143,30 +136,23 @@ def _loss_sum(
     problem: BatchProblem, directions: Columns, coefficients: list[float]
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of a batch's terms at other parameters, and the batch's weight."""
-    problem.leaves = partial(_moved, problem.model, directions, coefficients)
+    problem.at(_moved(problem.model, directions, coefficients))
     with problem.recording("once") as recording:
         value, weight = problem.loss_sum(recording.output)
     return value.detach(), weight
 
 
 def _moved(model: Model, directions: Columns, coefficients: list[float]) -> dict[str, Tensor]:
-    """Return the model's leaves with other values: moved along the directions."""
-    leaves = model.leaves()
-    for name, leaf in leaves.items():
+    """Return the values of the model's parameters, moved along the directions."""
+    values = {}
+    for name, param in model.params.items():
         change = sum(c * column for c, column in zip(coefficients, directions[name], strict=True))
-        # new memory: the leaf shares that of the user's parameter
-        leaf.data = (leaf.detach() + change).to(leaf.dtype)
-    return leaves
+        values[name] = (param.detach() + change).to(param.dtype)
+    return values
 
 
 def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
-    """Return the quadratic approximation at combinations of directions.
-
-    Args:
-        A: The operator.
-        rows: K directions, ``[K, D]``.
-        points: The coefficients of each combination, ``[P, K]``.
-    """
+    """Return the quadratic approximation at combinations ``[P, K]`` of directions ``[K, D]``."""
     gradient, loss = A.gradient_and_loss()
     g = A.space.join_rows(A._to_columns(gradient, A.space)[0])[0]
     slopes = (rows @ g).double().cpu()

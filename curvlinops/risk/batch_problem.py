@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -227,6 +227,10 @@ class BatchProblem:
         return self._risk.checks and bool(self.facts.hooks or custom_functions(nodes))
 
     # --- evaluations
+
+    def at(self, values: dict[str, Tensor]) -> None:
+        """Evaluate the model at other values of the parameters from now on."""
+        self.leaves = partial(self.model.leaves, values)
 
     def constants(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, for a pass without derivatives."""

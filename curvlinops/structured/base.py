@@ -12,6 +12,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.structured.factor import Factor
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
 from curvlinops.support.rng import read_generator
@@ -19,7 +20,7 @@ from curvlinops.support.serialization import to_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 #: The format of saved operators. It changes when older files cannot be read any more.
-FORMAT = "structured operator 5"
+FORMAT = "structured operator 6"
 
 
 class StructuredLinearOperator(TorchLinearOperator):
@@ -368,6 +369,10 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _power(self, exponent: float) -> "StructuredLinearOperator":
         """Return a power."""
         return self._eigh(accurate=True)._power(exponent)
+
+    def _as_factors(self) -> list[Factor] | None:
+        """Return the factors of the Kronecker product that the operator is, if it is one."""
+        return None
 
     def _squared_entries(self) -> "StructuredLinearOperator":
         """Return the matrix of the squared entries."""

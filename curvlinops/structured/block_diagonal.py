@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.eigh import EighDecomposedLinearOperator
+from curvlinops.structured.kronecker import EighDecomposedLinearOperator
 from curvlinops.structured.layout import Layout, ParameterView, in_whole
 from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm

@@ -11,7 +11,8 @@ from curvlinops.linear_operator.sharded_space import space_of
 from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.eigh import EighDecomposedLinearOperator, KnownEigenvalues
+from curvlinops.structured.factor import Factor, identity
+from curvlinops.structured.kronecker import EighDecomposedLinearOperator, KnownEigenvalues
 from curvlinops.structured.linalg import power, real
 from curvlinops.support.arguments import LISTS, MAPPINGS, as_device, as_integer, without_graph
 from curvlinops.support.serialization import recorded
@@ -72,6 +73,9 @@ class DiagonalLinearOperator(KnownEigenvalues):
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
         eigenvectors = IdentityLinearOperator(self.domain)
         return EighDecomposedLinearOperator(self.eigenvalues, eigenvectors)
+
+    def _as_factors(self) -> list[Factor]:
+        return [Factor(self._diagonal().unsqueeze(0))]
 
     def _squared_entries(self) -> "DiagonalLinearOperator":
         return self.with_eigenvalues(self.eigenvalues**2)
@@ -192,6 +196,10 @@ class IdentityLinearOperator(StructuredLinearOperator):
 
     def _multiplied(self, other: StructuredLinearOperator) -> StructuredLinearOperator:
         return other._scaled(self.scalar)
+
+    def _as_factors(self) -> list[Factor]:
+        unit = identity(self.domain.dim, self._number(1.0))
+        return [unit if self.scalar == 1 else unit.scaled(self.scalar)]
 
     def _squared_entries(self) -> "IdentityLinearOperator":
         return IdentityLinearOperator(self.domain, self.scalar**2)

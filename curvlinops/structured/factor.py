@@ -135,11 +135,12 @@ class Factor:
             return signed_logarithm(self.tensor)
         if not self.symmetric:
             return self._slogdet_by_lu()
-        _, logarithm, valid = cholesky_inverse(self.tensor, 0.0, self.eps)
-        if bool(valid.all()):
+        results = cholesky_inverse(self.tensor, 0.0, self.eps)
+        if results is not None:
+            logarithm = 2 * results[1].log().sum(-1)
             return torch.ones_like(logarithm), logarithm
-        sign, wide = signed_logarithm(self.eigh(in_float64=True)[0])
-        return sign.to(logarithm), wide.to(logarithm)
+        sign, logarithm = signed_logarithm(self.eigh(in_float64=True)[0])
+        return sign.to(self.tensor), logarithm.to(self.tensor)
 
     def _slogdet_by_lu(self) -> tuple[Tensor, Tensor]:
         lu, pivots, _ = torch.linalg.lu_factor_ex(self.tensor)
@@ -204,10 +205,9 @@ class Factor:
         if self.is_diagonal:
             return self.shifted(shift).power(-1.0, name)
         shifts = shift.flatten() if isinstance(shift, Tensor) else shift
-        inverse, _, valid = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
-        if bool(valid.all()):
-            return Factor(inverse, symmetric=True, psd=self.psd)
-        del inverse
+        results = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
+        if results is not None:
+            return Factor(results[0], symmetric=True, psd=self.psd)
         values, vectors = self.eigh(accurate, name)
         limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
         values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
@@ -220,13 +220,15 @@ class Factor:
         return Factor(matrix, symmetric=True, psd=psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
-        """Return a power with any exponent but zero.
+        """Return a power.
 
         Raises:
             ValueError: If there is no such power. It calls the factor by its name.
         """
         if self.is_identity or self.tensor.numel() == 0:
             return self
+        if exponent == 0:
+            return identity(self.rows, self.tensor, self.groups)
         if self.is_diagonal:
             return Factor(power(self.tensor, exponent, name), psd=self.psd)
         if exponent > 0 and exponent.is_integer():

@@ -97,15 +97,6 @@ class ParameterView:
         return cls.of_axes(name, [(prod(shape), 1)])
 
     @classmethod
-    def of_tensor(cls, name: str, view: Tensor) -> "ParameterView | None":
-        """Return the view that has the sizes, strides and offset of a tensor.
-
-        Returns:
-            ``None`` if axes are not nested, so that an entry may occur twice.
-        """
-        return with_strides(name, tuple(view.shape), view.stride(), view.storage_offset())
-
-    @classmethod
     def of_axes(cls, name: str, axes: Iterable[Axis], offset: int = 0) -> "ParameterView":
         """Return the view with given axes, as few as possible."""
         merged: list[Axis] = []

@@ -177,8 +177,8 @@ def eigenpairs(
 
 def cholesky_inverse(
     matrix: Tensor, shift: Tensor | float, eps: float, accurate: bool = True
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Invert matrices ``A + shift I`` by Cholesky decompositions, where three digits are right.
+) -> tuple[Tensor, Tensor] | None:
+    """Invert matrices ``A + shift I`` by Cholesky decompositions, if three digits are right.
 
     The matrices are decomposed in their dtype, and those that are too ill-conditioned for it in
     float64.
@@ -190,36 +190,38 @@ def cholesky_inverse(
         accurate: Whether float64 is used where float32 does not suffice.
 
     Returns:
-        The inverses ``[G, n, n]``, the logarithms of the determinants ``[G]``, and which of these
-        are valid, ``[G]``. The other matrices are not positive definite, or rounding errors of
-        their entries may decide what their inverses are.
+        The inverses ``[G, n, n]``, and the diagonals of the Cholesky factors, ``[G, n]``. ``None``
+        if a matrix is not positive definite, or rounding errors of entries may decide its inverse.
     """
     if matrix.numel() == 0:
-        return matrix.clone(), matrix.new_zeros(len(matrix)), matrix.new_ones(len(matrix)).bool()
+        return matrix.clone(), matrix.new_zeros(matrix.shape[:2])
     if isinstance(shift, Tensor):
         shift = shift.to(matrix.device, torch.float64).expand(len(matrix))
-    inverse, logarithm, error = _invert(matrix, shift, matrix.dtype, eps)
-    valid = error < 1e-3
-    if accurate and matrix.dtype != torch.float64 and not bool(valid.all()):
-        left = (~valid).nonzero().squeeze(1)
+    *results, errors = _invert(matrix, shift, matrix.dtype, eps)
+    left = (~(errors < 1e-3)).nonzero().squeeze(1)  # also NaN
+    if len(left) and (not accurate or matrix.dtype == torch.float64):
+        return None
+    if len(left):
         others = matrix if len(left) == len(matrix) else matrix[left]
         shifts = shift[left] if isinstance(shift, Tensor) else shift
-        repeated, logarithms, errors = _invert(others, shifts, torch.float64, eps)
+        *repeated, errors = _invert(others, shifts, torch.float64, eps)
         # without the rounding errors of the computation, those of the entries are smaller
-        valid[left] = errors < 1e-2
-        inverse[left], logarithm[left] = repeated.to(inverse), logarithms.to(logarithm)
-    return inverse, logarithm, valid
+        if not bool((errors < 1e-2).all()):
+            return None
+        for out, values in zip(results, repeated, strict=True):
+            out[left] = values.to(out)
+    return results[0], results[1]
 
 
 def _invert(
     matrix: Tensor, shift: Tensor | float, dtype: torch.dtype, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``(A + shift I)^-1``, log-determinants, and relative errors of the inverses.
+    """Return ``(A + shift I)^-1``, the diagonals of Cholesky factors, and relative errors, ``[G]``.
 
     Errors are infinite where matrices are not positive definite. Else they are those that rounding
-    errors ``eps sqrt(A_ii A_jj)`` of the entries cause, in the Frobenius norm of
-    ``D^(1/2) (A + shift I)^-1 D^(1/2)``, where D is the diagonal: neither the decomposition nor the
-    bound depends on the scales of rows (Demmel, On floating point errors in Cholesky, 1989).
+    errors ``eps sqrt(A_ii A_jj)`` of the entries cause: with the diagonal D, ``eps`` times the
+    Frobenius norm of ``D^(1/2) (A + shift I)^-1 D^(1/2)``. Like the decomposition itself, they do
+    not depend on the scales of rows (Demmel, On floating point errors in Cholesky, 1989).
     """
     # one copy, column by column as in LAPACK: decomposition and inverse take its memory. Rows of
     # symmetric matrices are their columns
@@ -230,18 +232,18 @@ def _invert(
     sizes = sizes.maximum(diagonal)
     info = torch.empty(len(A), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(A, out=(A, info))
-    failed = info != 0
-    if bool(failed.any()):
+    if bool(info.any()):
         # a failed decomposition may have no inverse: it becomes the identity
-        A.masked_fill_(failed.unsqueeze(-1).unsqueeze(-1), 0.0)
-        diagonal.masked_fill_(failed.unsqueeze(-1), 1.0)
-    logarithm = 2 * diagonal.log().sum(-1)
+        failed = (info != 0).unsqueeze(-1)
+        A.masked_fill_(failed.unsqueeze(-1), 0.0)
+        diagonal.masked_fill_(failed, 1.0)
+        sizes.masked_fill_(failed, torch.inf)
+    roots = diagonal.clone()
     inverse = torch.cholesky_inverse(A, out=A)
-    parts = zip(inverse.split(256, -2), sizes.split(256, -1), strict=True)
-    squares = sum(
-        ((rows.square() @ sizes.unsqueeze(-1)).squeeze(-1) * size).sum(-1) for rows, size in parts
-    )
-    return inverse, logarithm, (eps * squares.sqrt()).masked_fill(failed, torch.inf)
+    squares = torch.zeros(len(A), dtype=dtype, device=A.device)
+    for rows, size in zip(inverse.split(256, -2), sizes.split(256, -1), strict=True):
+        squares += ((rows.square() @ sizes.unsqueeze(-1)).squeeze(-1) * size).sum(-1)
+    return inverse, roots, eps * squares.sqrt()
 
 
 def symmetrized(matrix: Tensor) -> Tensor:

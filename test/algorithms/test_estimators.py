@@ -341,22 +341,6 @@ def test_stops_at_the_same_vector(name: str, scale: float):
     assert numbers[0] < numbers[-1]
 
 
-@pytest.mark.parametrize("scale", [2.0**-600, 2.0**600])
-@pytest.mark.parametrize("name", ["xtrace", "xdiag"])
-def test_first_products_are_zero(name: str, scale: float):
-    """For some seeds all random vectors are in the null space, but not the basis of the range."""
-    row = torch.zeros(40, dtype=torch.float64)
-    row[:2] = torch.tensor([1.0, -1.0])
-    matrix, is_zero = torch.outer(row, row), []
-    for seed in range(50):
-        expected = ESTIMATORS[name](matrix, 6, seed=seed, return_error=True)
-        found = ESTIMATORS[name](scale * matrix, 6, seed=seed, return_error=True)
-        for value, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(value / scale, other, rtol=1e-12, atol=1e-12)
-        is_zero.append(not hutchinson_diag(matrix, 3, seed=seed).any())
-    assert any(is_zero) and not all(is_zero)
-
-
 LARGE = [(torch.float64, 1.5e307), (torch.float32, 1.5e37)]
 
 
@@ -372,16 +356,12 @@ def test_estimates_that_are_too_large(name: str, dtype: torch.dtype, entry: floa
 TINY = [(torch.float64, 1e-310), (torch.float32, 1e-40)]
 
 
-@pytest.mark.parametrize(
-    "name, dtype, entry",
-    [("xdiag", *row) for row in LARGE] + [(name, *row) for name in X_FAMILY for row in TINY],
-)
-def test_ends_of_the_range_of_numbers(name: str, dtype: torch.dtype, entry: float):
+@pytest.mark.parametrize("dtype, entry", TINY)
+@pytest.mark.parametrize("name", X_FAMILY)
+def test_numbers_below_the_smallest_normal_one(name: str, dtype: torch.dtype, entry: float):
     found = ESTIMATORS[name](entry * PLAIN.to(dtype), 20, seed=0).double() / entry
-    # numbers below the smallest normal one have few digits
-    tolerance = 1e-3 if entry < 1 else 100 * torch.finfo(dtype).eps
-    expected = ESTIMATORS[name](PLAIN, 20, seed=0)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    # they have few digits
+    torch.testing.assert_close(found, ESTIMATORS[name](PLAIN, 20, seed=0), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -43,7 +43,7 @@ import curvlinops
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
-from curvlinops.structured.sums import SumOfKroneckersLinearOperator
+from curvlinops.structured.kronecker import SumOfKroneckersLinearOperator
 from curvlinops.team.team import Ranks
 from curvlinops.training import KFACPreconditioner
 

@@ -153,7 +153,7 @@ assert_type(c.by_layer(H, c.eigsh, k=2), dict[str, c.Eigenpairs])
 c.plot_by_layer(c.by_layer(H, c.xtrace, 10, by={"first": "0", "rest": ["1", "2"]}))
 c.HessianLinearOperator(model, loss, c.select_parameters(model, "*.bias"), data)
 c.plot_spectrum(*c.LanczosApproximateSpectrumCached(H, 20).approximate_spectrum(num_repeats=2))
-c.plot_spectrum(*c.LanczosApproximateLogSpectrumCached(H, 9).approximate_log_spectrum(epsilon=0.1))
+c.plot_spectrum(*c.LanczosApproximateSpectrumCached(H, 9).approximate_log_spectrum(epsilon=0.1))
 c.eigsh(H, num=2)  # type: ignore[call-arg]
 c.eigsh(H, k="2")  # type: ignore[arg-type]
 c.xtrace(H, 10, distributon="sphere")  # type: ignore[call-overload]

@@ -110,7 +110,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "function": lambda: C.trace_function(H, torch.exp, 4, seed=0),
     "log-determinant": lambda: C.lanczos_logdet(DAMPED, 5, seed=0),
     "spectrum": lambda: C.lanczos_approximate_spectrum(H, 4, seed=0)[1],
-    "log spectrum": lambda: C.LanczosApproximateLogSpectrumCached(
+    "log spectrum": lambda: C.LanczosApproximateSpectrumCached(
         H, 4, seed=0
     ).approximate_log_spectrum()[1],
     "dottest": lambda: torch.tensor(C.dottest(J, seed=0)),

@@ -176,7 +176,7 @@ def test_what_is_no_operator(tmp_path):
         operator.save(path)
         with pytest.raises(ValueError, match=r"'Kronecker factors \d+'.*method load\(path\)"):
             load(path)
-    with pytest.raises(ValueError, match="'structured operator 5'.*by curvlinops.load"):
+    with pytest.raises(ValueError, match="'structured operator 6'.*by curvlinops.load"):
         K.load_state_dict(K.inverse(0.1).state_dict())
     with pytest.raises(ValueError, match="no metadata"):
         load({})

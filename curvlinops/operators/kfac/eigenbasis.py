@@ -16,9 +16,11 @@ from curvlinops.layers.gradients import sum_of
 from curvlinops.operators.kfac.block_sums import BlockSum, matrices_of
 from curvlinops.operators.kfac.blocks import MOMENT, Block
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.eigh import EighDecomposedLinearOperator
 from curvlinops.structured.factor import Factor, identity
-from curvlinops.structured.kronecker import KroneckerProductLinearOperator
+from curvlinops.structured.kronecker import (
+    EighDecomposedLinearOperator,
+    KroneckerProductLinearOperator,
+)
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.serialization import recorded
 
