@@ -244,11 +244,6 @@ def explained() -> Iterator[None]:
 # --- several columns at once
 
 
-def room_for(num_columns: int, graph_bytes: int, device: torch.device) -> bool:
-    """Return whether a pass with so many columns is still fast, given the graph's memory."""
-    return num_columns * graph_bytes <= bytes_of_pass(device)
-
-
 def in_chunks(
     product: Callable[..., Columns],
     size: int | None,

@@ -89,17 +89,16 @@ class Evaluation:
         return () if self._modules is None else self._modules.copies
 
     def of_graph(
-        self, outputs: Iterable[Tensor], always: bool = False
+        self, outputs: Iterable[Tensor]
     ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes through the graphs of some outputs.
 
-        It is ``active`` if these run the user's code, or always if that is wanted; else nothing.
+        It is ``active`` if these run the user's code, or the model is a closure; else nothing.
 
         Returns:
             The context, and the tensors that it keeps in memory.
         """
-        always = always or not self._model.substitutable
-        if always or any(map(runs_python, graph_nodes(*outputs))):
+        if not self._model.substitutable or any(map(runs_python, graph_nodes(*outputs))):
             return self.active, self.copies
         return nullcontext, ()
 
@@ -167,7 +166,7 @@ class IsolatedModules:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Enter the context."""
-        before = [(x, _copy(x)) for x in filter(None, self._containers)]
+        before = [(x, x.copy()) for x in filter(None, self._containers)]
         empty = [*filterfalse(None, self._containers)]
         try:
             _write(self._inside)
@@ -177,7 +176,7 @@ class IsolatedModules:
             changed = [contents for contents in before if _differ(*contents)]
             changed += [(x, ()) for x in filter(None, empty)]
             if self._is_new:
-                self._inside, self._is_new = [(x, _copy(x)) for x, _ in changed], False
+                self._inside, self._is_new = [(x, x.copy()) for x, _ in changed], False
             _write(changed)
 
 
@@ -194,10 +193,6 @@ def _write(contents: Iterable[Contents]) -> None:
                 continue
         container.clear()
         (container.update if isinstance(container, dict | set) else container.extend)(values)
-
-
-def _copy(container: Collection) -> dict | list:
-    return dict(container) if isinstance(container, dict) else list(container)
 
 
 def _differ(container: Collection, contents: Collection) -> bool:

@@ -37,6 +37,11 @@ from curvlinops.support.torch_internals import (
 )
 from curvlinops.team.shards import WHOLE, shards_of
 
+_OF_THE_LOSS = (
+    "For a parameter of the loss, let a Module hold the model and this parameter, and return what "
+    "a loss without parameters takes, such as logits times a temperature."
+)
+
 
 class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
@@ -191,7 +196,8 @@ class ModuleModel(Model):
             named, given = dict(params), params
             for name in [name for name in named if name not in registered]:
                 kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
-                raise ValueError(f"'{name}' in params is {kind}. {nearest(name, registered)}")
+                near = nearest(name, registered)
+                raise ValueError(f"'{name}' in params is {kind}. {near} {_OF_THE_LOSS}")
         else:
             names = {id(param): name for name, param in reversed(registered.items())}
             for i, param in enumerate(params):
@@ -199,7 +205,7 @@ class ModuleModel(Model):
                     raise ValueError(
                         f"Entry {i} of params, of shape {list(param.shape)}, is not a parameter of "
                         "the model. Pass list(model.parameters()) of this very model, neither of a "
-                        "copy nor param.data."
+                        f"copy nor param.data. {_OF_THE_LOSS}"
                     )
             check_distinct(params, names)
             named = {names[id(param)]: param for param in params}

@@ -17,9 +17,9 @@ from curvlinops.layers.check import Comparison, tolerance_of
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.checks.coupling import COUPLED, differs
 from curvlinops.risk.data import Batch
 from curvlinops.risk.derivatives import evaluate, gradient
-from curvlinops.risk.sample_coupling import COUPLED, differs
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import first_line

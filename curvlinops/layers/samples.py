@@ -16,13 +16,13 @@ from curvlinops.layers.reading import ParameterUse, Signature
 from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import evaluate, transposed_jacobian
-from curvlinops.risk.sample_coupling import (
+from curvlinops.risk.checks.coupling import (
     COUPLED,
     SeenAlone,
     couples_gradients,
     couples_samples,
 )
+from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates
@@ -93,7 +93,7 @@ class SampleGradients:
     def vectors_at_once(self) -> int:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(BYTES // max(size, 1), 1)
+        return max(BYTES // 2 // max(size, 1), 1)  # more is not faster
 
     def is_output_of(self, use: ParameterUse) -> bool:
         """Return whether the output of a use's call is the model's output itself."""
@@ -313,10 +313,10 @@ class SampleBackward:
         seen = problem.rules(SeenAlone)
         if batch.num_samples < 2:
             return
-        if not problem.runs_users_code(batch.nodes) or seen.knows(problem.model, batch.operations):
+        if not problem.runs_users_code(batch.nodes) or seen.knows(batch.operations):
             return
         if not couples_gradients(problem, batch.output):
-            seen.note()
+            seen.note(problem.model, batch.operations)
         elif self._independent:
             raise ValueError(COUPLED)
         else:
@@ -326,7 +326,7 @@ class SampleBackward:
 
     def refuse_interaction(self, problem: BatchProblem, output: Tensor) -> None:
         """Raise a ValueError if the output of one sample alone is another one than in the batch."""
-        if self._independent and couples_samples(problem, output, 1):
+        if self._independent and couples_samples(problem, output):
             raise ValueError(COUPLED)
 
     def _use_fallback(self, names: Iterable[str], reason: str) -> None:

@@ -6,22 +6,23 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache, partial
 from threading import get_ident
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.model import train_flags, wrap_model
-from curvlinops.autodiff.parameters import check_complete, is_named, split_blocks
+from curvlinops.autodiff.parameters import check_complete, split_blocks
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.losses import LinearCrossEntropyLoss, Loss, wrap_loss
+from curvlinops.losses import Loss, wrap_loss
 from curvlinops.risk.agreement import COMPARES_ALWAYS, checksums_of, description
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
+from curvlinops.risk.checks.coupling import report_batch_statistics
+from curvlinops.risk.checks.first_batch import check_first_batch
 from curvlinops.risk.data import Batches
-from curvlinops.risk.determinism import check_repeatable
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.risk.linearization import (
     Build,
@@ -30,7 +31,6 @@ from curvlinops.risk.linearization import (
     budget_of,
     check_cache,
 )
-from curvlinops.risk.sample_coupling import report_batch_statistics
 from curvlinops.support.arguments import as_device, check_count, check_flag
 from curvlinops.support.torch_modes import exclusive, in_default_modes
 from curvlinops.team.team import Task, Team, team_of
@@ -87,8 +87,6 @@ class DataLinearOperator(TorchLinearOperator):
     _per_sample = False
     #: Whether the quantity is a sum over data, so that several processes may have parts of it.
     _adds_data = True
-    #: A tensor like the output of the first batch, if that was checked.
-    _first_output: ClassVar[Tensor | None] = None
 
     model_func: nn.Module | Callable
     loss_func: nn.Module | Callable | None
@@ -114,11 +112,7 @@ class DataLinearOperator(TorchLinearOperator):
                 self.chunk_size = check_count("chunk_size", self.chunk_size)
             if isinstance(self.params, Iterator):  # it yields its tensors only once
                 self.params = list(self.params)
-            try:
-                model = wrap_model(self.model_func, self.params)
-            except ValueError:
-                self._check_parameters_of_loss()
-                raise
+            model = wrap_model(self.model_func, self.params)
         ranks = team_of(self.process_group, model.shards)
         with ranks.peers.raise_on_all_ranks(), exclusive():
             self.risk = EmpiricalRisk(
@@ -137,12 +131,17 @@ class DataLinearOperator(TorchLinearOperator):
             self._blocks = split_blocks(self.risk.space.names, self.block_sizes)
             self._fresh = FreshProducts()
             self._linearizations = dict[int, Linearization]()  # by thread
+            self._first_output: Tensor | None = None  # a tensor like it, if it was checked
             self._check_shards()
+            self._check_options()
         with self._together("__init__", blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 
     # --- methods of subclasses
+
+    def _check_options(self) -> None:
+        """Check the options of the subclass, before the model is evaluated."""
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
@@ -353,24 +352,6 @@ class DataLinearOperator(TorchLinearOperator):
 
     # --- checks
 
-    def _check_parameters_of_loss(self) -> None:
-        """Refuse parameters of the loss in ``params``, by name."""
-        given = self.params.values() if is_named(self.params) else self.params
-        for root in find_modules(self.loss_func):
-            if isinstance(root, LinearCrossEntropyLoss):  # the model has the head of this loss
-                continue
-            is_loss = isinstance(self.model_func, nn.modules.loss._Loss)
-            swapped = " The model is the first argument, and the loss the second." * is_loss
-            for name, parameter in root.named_parameters():
-                if any(parameter is x for x in given):
-                    raise ValueError(
-                        f"'{name}' in params, of shape {list(parameter.shape)}, is a parameter of "
-                        f"the loss, {type(root).__name__}. Operators differentiate the model: let "
-                        "a Module hold the model and this parameter, and return what a loss "
-                        "without parameters takes, such as the logits of a head, or logits times "
-                        f"a temperature. Pass that as model_func.{swapped}"
-                    ) from None
-
     def _check_shards(self) -> None:
         """Refuse a sharded model without the group of its processes, or a sharded loss."""
         if not (shards := self.risk.model.shards):
@@ -386,9 +367,9 @@ class DataLinearOperator(TorchLinearOperator):
         self.risk.invalidate()
         self.risk.model.shards.check_training()
         singles_of = type(self).__name__ if self._per_sample else None
-        may_couple = report_batch_statistics(self.risk.model.roots, singles_of)
+        report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
-            self._first_output = check_repeatable(self.risk, may_couple)
+            self._first_output = check_first_batch(self.risk)
         self.risk.facts.train_flags = train_flags(self.risk.model.roots)
 
     def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:

@@ -51,11 +51,9 @@ class EFLinearOperator(DataLinearOperator):
 
     _per_sample = True
 
-    def __post_init__(self) -> None:
-        """Check the option, too."""
+    def _check_options(self) -> None:
         check_choice("terms", self.terms, ("term", "sample"))
         self._counted = set[Hashable]()
-        super().__post_init__()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def from_graph() -> Linear:
@@ -74,9 +72,8 @@ class EFLinearOperator(DataLinearOperator):
                 "them out of params."
             )
         batch_rows = rows_of(problem, self.terms, type(self).__name__, independent=False)
-        if (
-            batch_rows.num_rows != batch_rows.num_samples
-        ):  # gradients of all terms are too many to keep
+        # gradients of all terms are too many to keep
+        if batch_rows.num_rows != batch_rows.num_samples:
             return self._from_graph(problem, single=False)
         rows, weight = batch_rows.written(self.space), batch_rows.weight
 
@@ -116,10 +113,10 @@ class EFLinearOperator(DataLinearOperator):
             return False
         if not shared.has_room(num_samples * self.space.dim * self.space.dtype.itemsize):
             return False
-        if problem.facts.prefers_rows is None:
+        if problem.learned().prefers_rows is None:
             with preserved_rng():  # the product draws as if there was no choice
-                problem.facts.prefers_rows = self._compare_costs(problem)
-        return problem.facts.prefers_rows
+                problem.learned().prefers_rows = self._compare_costs(problem)
+        return problem.learned().prefers_rows
 
     def _compare_costs(self, problem: BatchProblem) -> bool:
         """Compare the operations of both for one sample.

@@ -38,9 +38,7 @@ class GGNLinearOperator(DataLinearOperator):
     #: The smallest number of samples.
     _fewest_samples = 0
 
-    def __post_init__(self) -> None:
-        """Check the options, too."""
-        super().__post_init__()
+    def _check_options(self) -> None:
         self.mc_samples, self.seed = check_sampling(
             self.risk.loss, self.mc_samples, self.seed, at_least=self._fewest_samples
         )

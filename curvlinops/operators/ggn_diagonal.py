@@ -56,13 +56,11 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
 
     _per_sample = True
 
-    def __post_init__(self) -> None:
-        """Check the options, too."""
-        super().__post_init__()
+    def _check_options(self) -> None:
         self.mc_samples, self.seed = check_sampling(
             self.risk.loss, self.mc_samples, self.seed, at_least=0
         )
-        self.space.check_whole(
+        self.risk.space.check_whole(
             "the whole diagonal of a GGNDiagonalLinearOperator",
             "Estimate it by xdiag or hutchinson_diag of a GGNLinearOperator.",
         )

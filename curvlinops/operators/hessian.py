@@ -1,9 +1,12 @@
 """The Hessian of the empirical risk."""
 
+from torch import Tensor
+
 from curvlinops.autodiff.linear import Linear
+from curvlinops.linear_operator.space import Columns
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.custom_functions import check_hessian
+from curvlinops.risk.checks.custom_functions import check_hessian
 from curvlinops.risk.derivatives import hessian
 
 
@@ -17,7 +20,12 @@ class HessianLinearOperator(DataLinearOperator):
     """
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        apply = hessian(problem, problem.loss_seed, self.chunk_size, single)
-        if problem.uncompared:  # autograd cannot know whether custom functions are right
-            check_hessian(problem, hessian(problem, problem.loss_seed) if single else apply)
-        return apply
+        product = hessian(problem, problem.loss_seed, self.chunk_size, single)
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            weight = product.apply(V, out)
+            if problem.uncompared:  # autograd cannot know whether custom functions are right
+                check_hessian(problem, hessian(problem, problem.loss_seed) if single else product)
+            return weight
+
+        return product._replace(apply=apply)

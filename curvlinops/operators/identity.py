@@ -12,8 +12,8 @@ from curvlinops.layers.gradients import LowRank
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.agreement import numbers_of
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.checks.repeats import sketches
 from curvlinops.risk.data import Batches
-from curvlinops.risk.determinism import sketches
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import seed_everything, seeded
 from curvlinops.support.sketch import sketch

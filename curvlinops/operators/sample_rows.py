@@ -281,12 +281,12 @@ def graph_or_rows(
         from_graph: Prepares products with the graph.
         from_rows: Prepares products with the rows.
     """
-    if problem.loss_needs_graph or problem.facts.lacks_derivative:
+    if problem.loss_needs_graph or problem.learned().lacks_derivative:
         return from_rows()
 
     def otherwise(error: Exception) -> Linear:
         if isinstance(error, NoDerivativeError):
-            problem.facts.lacks_derivative = True
+            problem.learned().lacks_derivative = True
         return from_rows()
 
     try:

@@ -7,7 +7,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
@@ -31,10 +30,6 @@ NO_DERIVATIVE = (
 )
 
 _BAD_NUMBERS = "Check the batch for NaN and infinite values, and the parameters for divergence."
-
-_SAY_ROWS = (
-    "Give samples an axis in front of their rows, or say with batch_size_fn how many a batch has"
-)
 
 #: The start of a backward pass: a tensor and its cotangent; ``None`` stands for the number one.
 Seed = tuple[Tensor, Tensor | None]
@@ -61,7 +56,7 @@ class BatchProblem:
     """
 
     def __init__(self, risk: Any, batch: Batch, space: ParameterSpace | None = None):
-        self._risk, self.batch = risk, batch
+        self.risk, self.batch = risk, batch
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
         self.leaves = risk.model.leaves
         #: The user's own functions in the graph of the last forward pass.
@@ -70,17 +65,17 @@ class BatchProblem:
 
     def on(self, batch: Batch, space: ParameterSpace | None = None) -> "BatchProblem":
         """Return the problem on another batch, and for some parameters only if given."""
-        return BatchProblem(self._risk, batch, space)
+        return BatchProblem(self.risk, batch, space)
 
     @property
     def number(self) -> int:
         """The number of the batch among those of all ranks, which seeds what is random on it."""
-        return self._risk.ranks.number(self.batch.index)
+        return self.risk.ranks.number(self.batch.index)
 
     @property
     def num_samples(self) -> int:
         """The number of samples in the batch."""
-        return self._risk.data.size(self.batch)
+        return self.risk.data.samples.count(self.batch.X, self.batch.index)
 
     @property
     def evident_samples(self) -> int | None:
@@ -91,60 +86,8 @@ class BatchProblem:
             return None
 
     def samples_of(self, output: Tensor) -> int:
-        """Return the number of samples that an output belongs to.
-
-        It is the batch's number of samples, if all have equally many neighboring rows of the
-        output, such as tokens. Otherwise each row is a sample.
-
-        Raises:
-            ValueError: If samples had equally many rows on another batch, but do not on this one.
-        """
-        num_rows, num_samples = len(output), self.evident_samples
-        if not num_samples or num_rows <= num_samples:
-            return num_rows
-        facts = self._risk.facts
-        if facts.groups_rows is None and (num_samples > 1 or facts.groups_rows_alone is None):
-            groups_rows = num_rows % num_samples == 0 and self._groups_rows(num_rows)
-            if num_samples == 1:
-                facts.groups_rows_alone = groups_rows
-            elif facts.groups_rows_alone not in (None, groups_rows):
-                raise ValueError(
-                    f"The model's output has {num_rows} rows for {num_samples} samples, and had "
-                    "several rows for the one sample of an earlier batch. Only one of both batches "
-                    f"seems to have equally many rows for each sample. {_SAY_ROWS}; or put a "
-                    "batch of several samples first, which then decides."
-                )
-            else:
-                facts.groups_rows = groups_rows
-        # a single sample shows only that it has several rows, not whether others have as many
-        groups_rows = facts.groups_rows_alone if facts.groups_rows is None else facts.groups_rows
-        if groups_rows and num_rows % num_samples:
-            raise ValueError(
-                f"The model's output has {num_rows} rows for {num_samples} samples; those of an "
-                f"earlier batch had equally many rows each. {_SAY_ROWS}."
-            )
-        return num_samples if groups_rows else num_rows
-
-    def _groups_rows(self, num_rows: int) -> bool:
-        """Return whether a number of rows are equally many neighboring ones for each sample.
-
-        The caller has said so by ``batch_size_fn``; otherwise the first and the last sample alone
-        must have as many, and one sample twice as many if it is taken twice.
-        """
-        if isinstance(self.batch.X, PackedSequence):  # rows are ordered by time
-            return False
-        if self._risk.data.batch_size_fn is not None:
-            return True
-        num_samples = self.num_samples
-        if num_samples == 1:
-            parts: list[tuple[slice | list[int], int]] = [([0, 0], 2)]
-        else:
-            parts = [(slice(1), 1), (slice(num_samples - 1, num_samples), 1)]
-        outputs = [(self.output_alone(part, num_samples), number) for part, number in parts]
-        return all(
-            output is not None and len(output) * num_samples == number * num_rows
-            for output, number in outputs
-        )
+        """Return the number of samples that an output belongs to, see ``Samples``."""
+        return self.risk.data.samples.of_output(self, output)
 
     def output_alone(
         self,
@@ -164,7 +107,7 @@ class BatchProblem:
         Returns:
             The output without its graph; ``None`` if the model refuses a part of the batch.
         """
-        _ = self.facts  # the first evaluation needs the targets
+        self.learned()  # the first evaluation needs the targets
         evaluation = self.evaluation(leaves or self.constants(), "once")
         with preserved_rng(), evaluation.active():  # raises inside of another evaluation
             try:
@@ -187,44 +130,43 @@ class BatchProblem:
     @property
     def is_first(self) -> bool:
         """Whether the model was not evaluated before, so that nothing is known of it."""
-        return not self._risk.facts.is_evaluated
+        return not self.risk.facts.is_evaluated
 
     @cached_property
     def _watch(self) -> Watch:
         """Watches the model's first evaluation."""
         return Watch(self.model.replaced, self.model.shards.is_gathered)
 
-    @property
-    def facts(self) -> ModelFacts:
-        """The facts about the model, which its first evaluation shows."""
+    def learned(self) -> ModelFacts:
+        """Return the facts about the model; evaluate it first if it was not evaluated before."""
         if self.is_first:
             with preserved_rng(), self.recording("once"):
                 pass
-        return self._risk.facts
+        return self.risk.facts
 
     @property
     def loss_needs_graph(self) -> bool:
         """Whether the loss depends on parameters not only through the values of the output."""
         if self.loss is None or self.loss.is_function_of_values:
             return False
-        return self.facts.loss_needs_graph
+        return self.learned().loss_needs_graph
 
     def rules(self, make: Callable, *args: Hashable) -> Any:
         """Return ``make(*args)``, an object that learns the rules of layers, for all batches."""
-        return self._risk.rules(self.batch).get(make, *args)
+        return self.risk.rules(self.batch).get(make, *args)
 
     @property
     def uncompared(self) -> list[str]:
         """The functions that must be compared; none with ``check_deterministic=False``."""
-        return self.functions.uncompared if self._risk.checks else []
+        return self.functions.uncompared if self.risk.checks else []
 
     def keeping_graph(self, output: Tensor) -> AbstractContextManager:
         """Watch a backward pass from an output, see ``UserFunctions``."""
-        return self.functions.keeping_graph(output) if self._risk.checks else nullcontext(False)
+        return self.functions.keeping_graph(output) if self.risk.checks else nullcontext(False)
 
     def runs_users_code(self, nodes: Iterable[Any]) -> bool:
         """Return whether a backward pass must be compared that runs hooks, or own functions."""
-        return self._risk.checks and bool(self.facts.hooks or custom_functions(nodes))
+        return self.risk.checks and bool(self.learned().hooks or custom_functions(nodes))
 
     # --- evaluations
 
@@ -235,7 +177,8 @@ class BatchProblem:
     def constants(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, for a pass without derivatives."""
         leaves = self.leaves()
-        if self.facts.differentiates or self.facts.hooks:  # hooks need a graph
+        facts = self.learned()
+        if facts.differentiates or facts.hooks:  # hooks need a graph
             return leaves
         return {name: leaf.detach() for name, leaf in leaves.items()}
 
@@ -264,10 +207,6 @@ class BatchProblem:
             "operator from *curvlinops.integrations.transformers.problem(model, loader)."
         )
 
-    def check_memory(self, output: Tensor, leaves: dict[str, Tensor]) -> None:
-        """Refuse an output that was computed from tensors that an earlier pass has left."""
-        check_graph(graph_nodes(output), self.model, leaves, must_depend=False)
-
     @contextmanager
     def recording(self, differentiation: str, is_summed: bool = True) -> Iterator[Recording]:
         """Evaluate the model; the context of its evaluation is active inside.
@@ -278,7 +217,7 @@ class BatchProblem:
         for name in self.model.shards.params:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
-        self.functions, self._has_seen_loss = UserFunctions(self._risk.facts), False
+        self.functions, self._has_seen_loss = UserFunctions(self.risk.facts), False
         with evaluation.active():
             output = self.output(evaluation)
             if self.is_first:
@@ -298,8 +237,8 @@ class BatchProblem:
         with self._watch as watch:
             watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
-        self._risk.facts.learn(watch, output)
-        self._risk.set_loss_needs_graph(loss_needs_graph)
+        self.risk.facts.learn(watch, output)
+        self.risk.set_loss_needs_graph(loss_needs_graph)
         with self.formulas():
             self.check_target(output, with_values=True)
         value = self.loss_sum(output)[0] if loss_needs_graph else output
@@ -314,7 +253,7 @@ class BatchProblem:
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
         if not self._has_seen_loss:
-            self._risk.set_loss_needs_graph(self._needs_graph(output))
+            self.risk.set_loss_needs_graph(self._needs_graph(output))
 
     def _needs_graph(self, output: Tensor) -> bool:
         self._has_seen_loss = True
@@ -344,8 +283,8 @@ class BatchProblem:
             return
         try:
             self.loss.check(output, self.batch.y)
-            self._risk.data.check_rows(self.batch, len(output))
-            facts, is_all = self._risk.facts, self._risk.is_all_data(self.batch)
+            self.risk.data.samples.check_rows(self.batch.X, self.batch.y, len(output))
+            facts, is_all = self.risk.facts, self.risk.is_all_data(self.batch)
             shows_sum = len(output) > 1 and not is_all
             is_late = facts.is_evaluated and not facts.adds_up and shows_sum
             if with_values or is_late:
@@ -356,7 +295,7 @@ class BatchProblem:
 
     def weight(self, output: Tensor) -> Tensor:
         """Return the batch's weight: its share of the normalization, 1/c."""
-        loss, risk = self.loss, self._risk
+        loss, risk = self.loss, self.risk
         if loss is None:
             return output.new_zeros(())
         self.look_at_loss(output)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
-from curvlinops.support.arguments import check_count
+from curvlinops.risk.samples import Samples
 from curvlinops.support.pytree import leaves, map_leaves, move
 
 _FROM_TUPLES = (
@@ -59,8 +58,7 @@ class Batches:
 
     Args:
         data: An iterable over pairs ``(X, y)`` that starts anew at each ``iter``.
-        batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
-            on which all tensors in ``X`` must agree.
+        batch_size_fn: Number of samples of an ``X``, see ``Samples``.
         num_data: Number of samples, checked in each pass if given.
         first: The index of the first batch.
 
@@ -93,13 +91,7 @@ class Batches:
                 "data is a pair (X, y), expected an iterable over pairs. For one batch, pass "
                 "[(X, y)]."
             )
-        if batch_size_fn is not None and not callable(batch_size_fn):
-            raise TypeError(
-                "batch_size_fn must be a function from X to the number of samples, got "
-                f"{type(batch_size_fn).__name__}."
-            )
-        self.data = data
-        self.batch_size_fn = batch_size_fn
+        self.data, self.samples = data, Samples(batch_size_fn)
         self.num_data = num_data
         self.first = first
         self._had_batches = False
@@ -113,7 +105,7 @@ class Batches:
                 not the one given.
         """
         index, num_data = self.first - 1, 0.0
-        must_count = self.num_data is not None or self.batch_size_fn is not None
+        must_count = self.num_data is not None or self.samples.batch_size_fn is not None
         for index, pair in enumerate(items, self.first):
             if not is_pair(pair):
                 kind = type(pair).__name__
@@ -124,7 +116,7 @@ class Batches:
                 )
             batch = Batch(index, *map_leaves(move(tuple(pair), device), _without_history))
             try:
-                num_data += self.size(batch)
+                num_data += self.samples.count(batch.X, index)
             except ValueError:  # it is not evident
                 if must_count:
                     raise
@@ -161,48 +153,6 @@ class Batches:
         number = f"{samples:.0f}" if isfinite(samples) else "unknown number of"
         return f"{number} samples in {_batches(batches)}"
 
-    def size(self, batch: Batch) -> int:
-        """Return the number of samples in a batch.
-
-        Raises:
-            ValueError: If it is not evident and ``batch_size_fn`` is not given, or returns no
-                number of samples.
-        """
-        if self.batch_size_fn is not None:
-            return check_count("batch_size_fn(X)", self.batch_size_fn(batch.X), at_least=0)
-        if isinstance(batch.X, PackedSequence):
-            return int(batch.X.batch_sizes[0])
-        sizes = _first_axes(batch.X)
-        if len(sizes) != 1:
-            axes = f"tensors with first axes of lengths {sorted(sizes)}" if sizes else "no tensor"
-            raise ValueError(
-                f"The number of samples in batch {batch.index} is not evident: its X has {axes}. "
-                "Pass batch_size_fn, a function from X to the number of samples."
-            )
-        return sizes.pop()
-
-    def check_rows(self, batch: Batch, num_rows: int) -> None:
-        """Refuse an output with fewer rows than targets, such as the mean over all samples.
-
-        Nothing is said if the targets disagree on their number, or if the batch has as many samples
-        as the output has rows.
-
-        Raises:
-            ValueError: If there are fewer.
-        """
-        sizes = _first_axes(batch.y)
-        if len(sizes) != 1 or num_rows >= min(sizes):
-            return
-        with suppress(ValueError):
-            if self.size(batch) == num_rows:
-                return
-        raise ValueError(
-            f"the model's output has a first axis of length {num_rows}, its target one of length "
-            f"{sizes.pop()}. Let the model return a row for each sample, such as its logits, and "
-            "not its loss or another mean. If the batch has only as many samples as the output has "
-            "rows, say so with batch_size_fn."
-        )
-
 
 def is_pair(x: Any) -> bool:
     """Return whether an object is a pair ``(X, y)``."""
@@ -218,7 +168,3 @@ def _without_history(leaf: Any) -> Any:
 
 def _batches(number: int) -> str:
     return f"{number} batch{'' if number == 1 else 'es'}"
-
-
-def _first_axes(tree: Any) -> set[int]:
-    return {int(leaf.shape[0]) for leaf in leaves(tree) if leaf.ndim > 0}

@@ -11,18 +11,21 @@ is faster. Forward mode is wrong for some operations, so that each such product 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.backward import explained, in_chunks, room_for, vjp, vjp_columns
+from curvlinops.autodiff.backward import explained, in_chunks, vjp, vjp_columns
+from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator.space import Columns, add, norm
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
-from curvlinops.risk.custom_functions import check_jacobian
+from curvlinops.risk.checks.custom_functions import check_jacobian
+from curvlinops.support.autograd_graph import graph_nodes
+from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng, seeded
@@ -77,23 +80,21 @@ def transposed_jacobian(
         problem: The model on a batch.
         chunk_size: The number of columns in one backward pass.
     """
-    with problem.recording("once") as recording:
-        evaluation, leaves, output = recording
+    with problem.recording("once") as (evaluation, leaves, output):
+        pass
 
     def product(u: Columns, inputs: Tensors) -> Columns:
         return vjp_columns({"": output}, u, inputs)
 
     chunks = in_chunks(product, chunk_size, (output,), problem.model.shards)
-    context, copies = evaluation.of_graph([output])
 
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
-        with context():
-            for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
-                add(out, rows, part)
+        for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+            add(out, rows, part)
 
-    return Linear(apply, (output, *copies)), output.detach()
+    return _kept(evaluation, Linear(apply, (output,))), output.detach()
 
 
 # --- derivatives of second order, by backward passes through backward passes
@@ -113,18 +114,20 @@ def hessian(
         chunk_size: The number of columns in one backward pass, see ``in_chunks``.
         single: Whether there is one product with one column, which frees the graph.
     """
-    with problem.recording("twice") as (evaluation, leaves, output), explained():
+
+    def prepare(recording: Recording) -> tuple[Linear, Tensor]:
+        _, leaves, output = recording
         with problem.formulas():
             (start, cotangent), weight = head(output)
         with problem.keeping_graph(start):
             grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
-    def product(v: Columns, inputs: Tensors) -> Columns:
-        return vjp_columns(grads, v, inputs, not single)
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            return vjp_columns(grads, v, inputs, not single)
 
-    tensors = tuple(x for x in grads.values() if x is not None)
-    context = evaluation.of_graph(tensors, single)
-    return _by_columns(problem, Linear(product, tensors), context, leaves, weight, chunk_size)
+        return Linear(product, tuple(x for x in grads.values() if x is not None)), weight
+
+    return _by_columns(problem, prepare, chunk_size, single)
 
 
 def jacobian(
@@ -151,14 +154,13 @@ def jacobian(
     chunks = in_chunks(
         lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.model.shards
     )
-    (context, copies), dtypes = evaluation.of_graph([output]), _dtypes(leaves)
+    dtypes = _dtypes(leaves)
 
     def apply(V: Columns, out: Columns) -> None:
-        with context(), explained():
-            for rows, part in chunks(V, dtypes):
-                add(out, rows, part)
+        for rows, part in chunks(V, dtypes):
+            add(out, rows, part)
 
-    return Linear(apply, tensors + copies, num_rows)
+    return _kept(evaluation, Linear(apply, tensors, num_rows))
 
 
 def gauss_newton(
@@ -174,8 +176,8 @@ def gauss_newton(
         single: See ``hessian``.
     """
     # hooks are compared with backward passes, which tangents do not take
-    is_forward = single and not (problem.space.in_parts or problem.facts.hooks)
-    if is_forward and not (problem.facts.stops_gradients or problem.facts.lacks_tangents):
+    is_forward = single and not (problem.space.in_parts or problem.learned().hooks)
+    if is_forward and not (problem.learned().stops_gradients or problem.learned().lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
 
@@ -184,21 +186,22 @@ def _gauss_newton(
     problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
 ) -> Linear:
     """Prepare products by backward passes only, see ``gauss_newton``."""
-    with problem.recording("twice") as recording, explained():
-        evaluation, leaves, output = recording
+
+    def prepare(recording: Recording) -> tuple[Linear, Tensor]:
+        output = recording.output
         with problem.formulas():
             curvature, weight = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
-    def product(v: Columns, inputs: Tensors) -> Columns:
-        u = jvp(v)
-        with without_torch_function():  # an evaluation watches what the model calls
-            u = curvature(u)
-        return vjp_columns({"": output}, {"": u}, inputs, not single)
+        def product(v: Columns, inputs: Tensors) -> Columns:
+            u = jvp(v)
+            with without_torch_function():  # an evaluation watches what the model calls
+                u = curvature(u)
+            return vjp_columns({"": output}, {"": u}, inputs, not single)
 
-    linear = Linear(product, jvp.tensors + curvature.tensors)
-    context = evaluation.of_graph([output], single)
-    return _by_columns(problem, linear, context, leaves, weight, chunk_size)
+        return Linear(product, jvp.tensors + curvature.tensors), weight
+
+    return _by_columns(problem, prepare, chunk_size, single)
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
@@ -221,24 +224,44 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
 
 def _by_columns(
     problem: BatchProblem,
-    product: Linear,
-    context: tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]],
-    leaves: Tensors,
-    weight: Tensor,
+    prepare: Callable[[Recording], tuple[Linear, Tensor]],
     chunk_size: int | None,
+    single: bool,
 ) -> Linear:
-    """Return the ``Apply`` of a product; for its context see ``Evaluation.of_graph``."""
-    chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.model.shards)
-    (context, copies), dtypes = context, _dtypes(leaves)
+    """Return the ``Apply`` of a product that is prepared, with the weight, from a recording."""
 
-    def apply(V: Columns, out: Columns) -> Tensor:
-        inputs = {name: leaves[name] for name in out}
-        with context(), explained():
-            for rows, part in chunks(V, dtypes, inputs):
+    def linear(recording: Recording) -> Linear:
+        (product, weight), leaves = prepare(recording), recording.leaves
+        chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.model.shards)
+        dtypes = _dtypes(leaves)
+
+        def apply(V: Columns, out: Columns) -> Tensor:
+            for rows, part in chunks(V, dtypes, {name: leaves[name] for name in out}):
                 add(out, rows, part)
-        return weight
+            return weight
 
-    return Linear(apply, product.tensors + copies)
+        return Linear(apply, product.tensors)
+
+    def once(V: Columns, out: Columns) -> Tensor:
+        with problem.recording("twice") as recording, explained():
+            return linear(recording).apply(V, out)
+
+    if single:  # in the context of its recording, which takes time to enter
+        return Linear(once, ())
+    with problem.recording("twice") as recording, explained():
+        product = linear(recording)
+    return _kept(recording.evaluation, product)
+
+
+def _kept(evaluation: Evaluation, product: Linear) -> Linear:
+    """Return a product that enters the context that its graph needs."""
+    context, copies = evaluation.of_graph(product.tensors)
+
+    def apply(V: Any, out: Columns) -> Any:
+        with context(), explained():
+            return product.apply(V, out)
+
+    return Linear(apply, product.tensors + copies, product.num_rows)
 
 
 def _dtypes(leaves: Tensors) -> dict[str, torch.dtype]:
@@ -252,17 +275,20 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     """Prepare one product with one column, whose ``J v`` is a tangent.
 
     Autograd records the tangents, too, if ``J v`` and the graph for ``J^T`` come from one forward
-    pass, and needs two to four times the memory; with checkpoints, many times. A larger graph is
-    therefore built in a pass of its own, after one for the tangents alone.
+    pass, and needs two to four times the memory; with checkpoints, many times. All but small graphs
+    (4 MiB on the CPU), where a second forward pass takes long, are therefore built in a pass of
+    their own, after one for the tangents alone.
     """
-    facts = problem.facts
-    together = room_for(2, facts.graph_bytes, problem.space.device) and not facts.has_checkpoints
-    linearize = _record_with_tangent if together else _record_after_tangent
+    facts = problem.learned()
+    is_small = 16 * facts.graph_bytes <= bytes_of_pass(problem.space.device)
+    together = is_small and not facts.has_checkpoints
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
-        recording, tangent = linearize(problem, v)
-        evaluation, leaves, output = recording
-        with evaluation.active():
+        if together:
+            recorded = _dual_evaluation(problem, v, problem.leaves())
+        else:
+            recorded = _recorded_after_tangent(problem, v)
+        with recorded as ((_, leaves, output), tangent):
             problem.look_at_loss(output)
             with problem.formulas():
                 curvature, weight = head(output.detach())
@@ -288,7 +314,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         if not is_right:
             states.restore()
             if not is_zero:
-                problem.facts.lacks_tangents = True
+                problem.learned().lacks_tangents = True
             return _gauss_newton(problem, head, single=True)(V, out)
         add(out, 0, {name: grads[name] for name in out})
         return weight
@@ -310,19 +336,15 @@ def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> b
     return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
 
 
-def _record_with_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:
-    """Compute output and tangent in one pass."""
-    with _dual_evaluation(problem, v, problem.leaves()) as (recording, tangent):
-        pass
-    return recording, tangent
-
-
-def _record_after_tangent(problem: BatchProblem, v: Tensors) -> tuple[Recording, Tensor]:
+@contextmanager
+def _recorded_after_tangent(
+    problem: BatchProblem, v: Tensors
+) -> Iterator[tuple[Recording, Tensor]]:
     """Compute the tangent first, without a graph, then the output again, with a graph."""
     with preserved_rng(), _dual_evaluation(problem, v, problem.constants()) as (_, tangent):
         pass  # the same Dropout in both
     with problem.recording("once") as recording:
-        return recording, tangent
+        yield recording, tangent
 
 
 @contextmanager
@@ -332,16 +354,17 @@ def _dual_evaluation(
     """Evaluate the model with parameters that carry the tangents ``v``.
 
     Yields:
-        The recording, with the parameters that carry tangents, and the output's tangent. The exit
-        of the context clears tangents, which would be carried backward.
+        The recording, with the parameters that carry tangents, and the output's tangent, in the
+        evaluation's context. Tangents are cleared before, which would be carried backward.
     """
     prepare_forward_mode()
-    with forward_ad.dual_level():
-        duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
-        evaluation = problem.evaluation(duals, "forward")
-        with evaluation.active():
+    with ExitStack() as stack:
+        with forward_ad.dual_level():
+            duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
+            evaluation = problem.evaluation(duals, "forward")
+            stack.enter_context(evaluation.active())
             dual = problem.output(evaluation)
-            problem.check_memory(dual, leaves)
+            check_graph(graph_nodes(dual), problem.model, leaves, must_depend=False)
             output, tangent = forward_ad.unpack_dual(dual)
             tangent = torch.zeros_like(output) if tangent is None else tangent.detach()
-            yield Recording(evaluation, duals, output), tangent
+        yield Recording(evaluation, duals, output), tangent

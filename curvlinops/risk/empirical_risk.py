@@ -64,16 +64,10 @@ class EmpiricalRisk:
     # --- facts about the model
 
     def invalidate(self) -> None:
-        """Forget the facts about model and loss, except for the rows of samples.
-
-        These cannot be counted inside of a product.
-        """
-        before = self.facts
-        if before.rules is not None:
-            before.rules.forget()
-        self.facts = ModelFacts(
-            groups_rows=before.groups_rows, groups_rows_alone=before.groups_rows_alone
-        )
+        """Forget the facts about model and loss; ``Samples`` stay: a product cannot count rows."""
+        if self.facts.rules is not None:
+            self.facts.rules.forget()
+        self.facts = ModelFacts()
 
     def use(self, loss: Loss | None) -> None:
         """Use the model as it is now, and a loss."""
@@ -203,9 +197,9 @@ class EmpiricalRisk:
         for column in total.values():
             column *= scale
         if self.model.shards.params:
-            name = not_finite(total)
-            if self.any(name is not None):
-                where = "" if name is None else f" in parameter '{name}'"
+            parameter = not_finite(total)
+            if self.any(parameter is not None):
+                where = "" if parameter is None else f" in parameter '{parameter}'"
                 raise ValueError(f"The gradient is not finite{where}, though the loss is.")
         return total, loss * scale
 

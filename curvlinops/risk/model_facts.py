@@ -22,7 +22,6 @@ from curvlinops.support.autograd_graph import (
     has_hooks_on_saved,
     leaf_variables,
     precisions,
-    signature,
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
@@ -32,15 +31,15 @@ from curvlinops.support.torch_internals import (
     without_torch_function,
 )
 
-#: The largest number of graphs that are remembered: a function may keep another number each time.
-_MOST_GRAPHS = 1000
-
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
 
 
 class Rules:
-    """Objects that learn the rules of a model's layers; operators on the model may share them."""
+    """Objects that remember what was found out, such as the rules of a model's layers.
+
+    Operators on the model may share them.
+    """
 
     def __init__(self, shared: dict[Hashable, Any]):
         self._shared, self._own = shared, dict[Hashable, Any]()
@@ -86,11 +85,8 @@ class ModelFacts:
         lacks_tangents: Whether forward mode fails on the model.
         prefers_rows: Whether products are faster with kept gradients of samples than with a kept
             graph; ``None`` if that is not known.
-        compared: Hashes of the graphs whose custom functions were compared.
-        kept: Hashes of the operations of graphs whose backward pass has kept its own graph.
-        groups_rows: Whether a sample has several rows of the output; ``None`` if no batch of
-            several samples has shown that yet.
-        groups_rows_alone: The same by a batch of one sample, which counts until then.
+        compared: Hashes of the operations of graphs whose custom functions were compared.
+        kept: The same of those whose backward pass has kept its own graph.
     """
 
     train_flags: tuple[bool, ...] | None = None
@@ -108,8 +104,6 @@ class ModelFacts:
     prefers_rows: bool | None = None
     compared: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
-    groups_rows: bool | None = None
-    groups_rows_alone: bool | None = None
 
     def learn(self, watch: "Watch", output: Tensor) -> None:
         """Learn from the model's first evaluation, and its output."""
@@ -123,7 +117,7 @@ class UserFunctions:
     """The user's own autograd functions and hooks in the graph of a forward pass."""
 
     def __init__(self, facts: ModelFacts):
-        self._facts, self._names, self._signature = facts, set[str](), 0
+        self._facts, self._names, self._are_compared = facts, set[str](), False
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
         #: A hash of the graph's operations.
@@ -134,15 +128,13 @@ class UserFunctions:
         self.operations = hash((self.operations, *(node.name() for node in nodes)))
         if (found := custom_functions(nodes)) or self._facts.hooks:
             self._names |= found
-            self._signature = hash((self._signature, signature(nodes)))
             self.precisions |= precisions(nodes, output)
 
     @property
     def uncompared(self) -> list[str]:
         """Their names, if the graph is new."""
-        if self._signature in self._facts.compared:
-            return []
-        return sorted(self._names | self._facts.hooks)
+        are_known = self._are_compared or self.operations in self._facts.compared
+        return [] if are_known else sorted(self._names | self._facts.hooks)
 
     @contextmanager
     def keeping_graph(self, output: Tensor) -> Iterator[bool]:
@@ -182,16 +174,15 @@ class UserFunctions:
         self._facts.kept.add(self.operations)
 
     def were_compared(self, is_complete: bool) -> None:
-        """Remember that those of this graph were compared.
+        """Remember that those of this graph were compared; for other graphs if it ``is_complete``.
 
         Args:
             is_complete: Whether no gradient was zero: a zero in a layer behind, as in an adapter
                 before its first step, hides the function.
         """
+        self._are_compared = True
         if is_complete:
-            if len(self._facts.compared) >= _MOST_GRAPHS:
-                self._facts.compared.clear()
-            self._facts.compared.add(self._signature)
+            self._facts.compared.add(self.operations)
 
 
 class Watch(TorchFunctionMode):

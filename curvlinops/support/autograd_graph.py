@@ -1,19 +1,17 @@
 """Nodes, leaves and memory of autograd graphs."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from curvlinops.support.pytree import leaves, map_leaves
+from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import (
     function_of,
     input_metadata,
-    plain_values,
     saved_values,
     shape_of_output,
     strided_tensors,
@@ -63,39 +61,6 @@ def shape_of_input(node: Any, position: int) -> tuple[int, ...]:
     """Return the shape of one of a node's inputs that have a gradient."""
     source, number = node.next_functions[position]
     return shape_of_output(source, number)
-
-
-def signature(nodes: Iterable[Any], arguments: Collection[str] | None = None) -> int:
-    """Return a hash of a graph: operations, their plain arguments, and how they are connected.
-
-    The user's own functions count with their module, and with what they keep beside tensors.
-
-    Args:
-        nodes: The nodes of the graph, in the order in which they are found from its output.
-        arguments: The names of the arguments that count. Default: all.
-    """
-    nodes = list(nodes)
-    numbers: dict[Any, int] = {None: -1} | {node: number for number, node in enumerate(nodes)}
-
-    return hash(
-        tuple(
-            (
-                node.name(),
-                repr(plain_values(node, arguments)),
-                _identity(node) if _is_custom(node) else None,
-                *((numbers[following], index) for following, index in node.next_functions),
-            )
-            for node in nodes
-        )
-    )
-
-
-def _identity(node: Any) -> tuple[str, str]:
-    """Return the function of a node, and the values that it keeps; of tensors the kinds."""
-    is_data = (Tensor, np.ndarray)
-    kept = map_leaves(vars(node), lambda x: (x.shape, x.dtype) if isinstance(x, is_data) else x)
-    function = function_of(node)
-    return f"{function.__module__}.{function.__qualname__}", repr(kept)
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:

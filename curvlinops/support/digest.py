@@ -18,7 +18,7 @@ def digest(tree: Any) -> list[tuple]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of a tensor's bits; on accelerators of its sketch, since copies are slow."""
+    """Return a checksum of a tensor's bits; on accelerators of its sketch: copies are slow."""
     x = tensor.detach() if tensor.is_cpu else sketch(tensor).cpu()
     x = x.resolve_conj().resolve_neg().reshape(-1)
     if x.stride() != (1,):  # also one entry, or none, which is contiguous with any stride

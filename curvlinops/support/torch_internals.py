@@ -200,7 +200,8 @@ def version_of(tensor: Tensor) -> int | None:
 
 def with_attributes(values: Tensor, param: Tensor) -> Tensor:
     """Give a tensor the class and the attributes of the parameter or buffer that it replaces."""
-    vars(values).update({n: x for n, x in vars(param).items() if n not in vars(values)})
+    if attributes := vars(param):
+        vars(values).update({n: x for n, x in attributes.items() if n not in vars(values)})
     if isinstance(param, nn.Parameter):
         values._is_param = True  # for isinstance(values, nn.Parameter)
     return values

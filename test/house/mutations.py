@@ -53,7 +53,9 @@ TESTS = {
         contract/contract::test_blocks contract/contract::test_single_products_of_large_models
         risk/custom_functions autodiff/zero_derivatives messages/errors
         messages/mistakes_of_ours contract/models risk/data risk/model_facts risk/changes
-        risk/linearized risk/sample_coupling contract/modes""",
+        risk/linearized contract/modes""",
+    "risk/checks": """
+        risk/determinism risk/sample_coupling risk/custom_functions risk/backward_passes""",
     "losses": """
         losses/losses losses/linear_cross_entropy risk/custom_functions messages/errors
         contract/models contract/contract::test_samples_are_unbiased

@@ -2,9 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import HessianLinearOperator
-from curvlinops.risk import model_facts
 
 SECOND_ORDER = ["hessian", "ggn", "jacobian"]
 FIRST_ORDER = ["fisher", "fisher-samples", "gradients"]
@@ -396,76 +392,6 @@ def test_functions_that_come_later():
         H @ v
 
 
-class Switch(Custom):
-    """Keeps what decides whether its backward is right."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
-        ctx.kept = kept
-        return Custom.forward(ctx, x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return g * (x.detach() if "wrong" in repr(ctx.kept) else x).cos(), None
-
-
-class Other:
-    class Custom(Forgetful):
-        """Has the name of a right one."""
-
-
-@dataclass
-class Options:
-    kind: str
-
-
-#: What a function keeps on the first batch, and on a second one of the same shapes.
-KEPT = {
-    "text": ("right", "wrong"),
-    "list": (["right", "right"], ["right", "wrong"]),
-    "nested": ({"a": (1, {"b": "right"})}, {"a": (1, {"b": "wrong"})}),
-    "dataclass": (Options("right"), Options("wrong")),
-    "namespace": (SimpleNamespace(kind="right"), SimpleNamespace(kind="wrong")),
-    "beside a tensor": ([torch.ones(2), "right"], [torch.ones(2), "wrong"]),
-    "function of one name": (Custom, Other.Custom),
-}
-
-
-@pytest.mark.parametrize("kind", KEPT)
-def test_functions_that_keep_what_decides(kind: str):
-    def forward(s: Using, X: tuple[Tensor, Any]) -> Tensor:
-        x, kept = X
-        h = s.first(x)
-        return s.second(kept.apply(h) if isinstance(kept, type) else Switch.apply(h, kept))
-
-    calls, model = [], net(torch.sin)
-    model._function = lambda s, X: calls.append(X[1]) or forward(s, X)
-    (X, y), (right, wrong) = DATA[0], KEPT[kind]
-    for last in (right, wrong):
-        data = [((X, right), y), ((2 * X, right), y), ((3 * X, last), y)]
-        p = Problem(model, CE, list(model.parameters()), data, mc=False)
-        H = CASES["hessian"].build(p)
-        with pytest.raises(RuntimeError, match="batch 2") if last is wrong else nullcontext():
-            H @ vectors(H)
-            calls.clear()
-            H @ vectors(H)
-            assert len(calls) == len(data)  # the graph is known
-
-
-def test_functions_that_keep_another_number_each_time(monkeypatch: pytest.MonkeyPatch):
-    """Each is another graph, and the number of these that are remembered has a bound."""
-    monkeypatch.setattr(model_facts, "_MOST_GRAPHS", 3)
-    calls, known = [], []
-    model = net(lambda h: calls.append(len(h)) or Switch.apply(h, len(calls)))
-    H, plain = (CASES["hessian"].build(problem(m)) for m in (model, net(torch.sin)))
-    v = vectors(H)
-    for _ in range(3):
-        assert error(H @ v, plain @ v) <= 1e-12
-        known.append(len(H.risk.facts.compared))
-    assert len(calls) > 3 * 2 * len(DATA) and max(known) == 3
-
-
 def test_functions_in_functions_of_parameters():
     params, (X, y) = {"w": torch.randn(3, 3)}, (torch.randn(4, 3), torch.randn(4, 3))
     model = lambda p, X: Forgetful.apply(X @ p["w"])  # noqa: E731
@@ -751,15 +677,3 @@ def test_precision_inside_of_the_model_counts(case: str):
     A, B = (CASES[case].build(problem(half(f))) for f in (Custom.apply, torch.sin))
     v = vectors(A)
     assert error(A @ v, B @ v) <= 5e-2  # eight bits of mantissa
-
-
-def test_hooks_are_compared_on_each_new_graph():
-    """A hook that is right on the first batch may be wrong on another."""
-
-    def hooked(h: Tensor) -> Tensor:
-        factor = h.detach() if len(h) == 2 else torch.ones_like(h)
-        if h.requires_grad:
-            h.register_hook(lambda gradient: gradient * factor)
-        return torch.tanh(h)
-
-    refused("hessian", problem(net(hooked), batches(5, 2)), "batch 1.*central differences")

@@ -11,6 +11,8 @@ from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
+import curvlinops
+
 N = 8
 CE = nn.CrossEntropyLoss()
 
@@ -73,6 +75,80 @@ def test_construction_evaluates_the_first_batch_twice(case: str, num_batches: in
     assert net.seen.sizes.count(N) == 2 + len(counted[1:])
     assert net.seen.sizes.count(2) == len(net.seen.sizes) - net.seen.sizes.count(N) <= 2
     assert net.seen.backward == 0
+
+
+OPTIONS = [
+    (curvlinops.GGNLinearOperator, {"mc_samples": -1}),
+    (curvlinops.FisherMCLinearOperator, {"mc_samples": 0}),
+    (curvlinops.GGNDiagonalLinearOperator, {"seed": -1}),
+    (curvlinops.EFLinearOperator, {"terms": "terms"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIONS)
+def test_options_are_checked_before_the_model_is_evaluated(kind: type, options: dict):
+    net = Counting()
+    with pytest.raises(ValueError, match=next(iter(options))):
+        kind(net, CE, list(net.parameters()), [batch()], **options)
+    assert net.seen.sizes == ()
+
+
+class Shaky:
+    """A function that draws random numbers from a generator of its own."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *args: Any) -> Tensor:
+        x = args[-1]
+        return x + torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def with_hook() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.register_forward_hook(Shaky())
+    return model
+
+
+def with_forward() -> nn.Module:
+    model = nn.Linear(3, 2)
+    forward, shaky = model.forward, Shaky()
+    model.forward = lambda x: shaky(forward(x))
+    return model
+
+
+def with_activation() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(3, 1, 4, 0.0, activation=Shaky(), batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), layer, nn.Flatten())
+
+
+#: Modules of PyTorch that do not compute the same twice.
+CHANGING = {
+    "hook": with_hook,
+    "forward": with_forward,
+    "activation": with_activation,
+    "dropout": lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout()),
+    "written": lambda: nn.Sequential(nn.ELU(inplace=True), nn.Linear(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("case", ["hessian", "ggn", "gradients"])
+def test_modules_of_pytorch_that_change_are_noticed(case: str, name: str):
+    """Of these, the first batch may be evaluated once, where a second time would be the same."""
+    X, y = batch()
+    with pytest.raises(RuntimeError, match="different batches|gives different values"):
+        operator(case, CHANGING[name]().double(), [(X - 0.5, y)])
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_modules_of_pytorch_are_evaluated_once(case: str):
+    """Data is a list of tensors: nothing can differ the second time."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with torch.profiler.profile() as profile:
+        operator(case, net)
+    calls = {event.key: event.count for event in profile.key_averages()}
+    assert calls["aten::tanh"] <= 3  # with the first and the last samples alone
 
 
 def seeded(x: Tensor) -> Tensor:

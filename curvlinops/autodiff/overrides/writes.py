@@ -1,7 +1,7 @@
 """Refuses calls that write to the user's parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -95,13 +95,10 @@ def _spelt(func: Callable) -> str:
 _OPERATORS = {"__set__", "__setitem__", "__iand__", "__ior__", "__ixor__"}
 _OPERATORS |= {"__ilshift__", "__irshift__"}
 
-#: Arguments that say where a function writes.
-_TARGETS = {"out", "inplace"}
-
 
 def writes(func: Callable, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call writes to its first argument, or to ``out``."""
-    return _is_in_place(func) or bool(kwargs and not _TARGETS.isdisjoint(kwargs))
+    return _is_in_place(func) or bool(kwargs and ("out" in kwargs or kwargs.get("inplace")))
 
 
 def written(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -116,8 +113,13 @@ def written(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> list[Tens
 
 
 def _is_in_place(func: Callable) -> bool:
+    return _names_write(getattr(func, "__name__", ""))
+
+
+@cache
+def _names_write(name: str) -> bool:
     """Return whether a function writes to its first argument: PyTorch's names of these end so."""
-    name = getattr(func, "__name__", "").partition(".")[0]
+    name = name.partition(".")[0]
     return name in _OPERATORS or name[-1:] == "_" != name[-2:-1]
 
 

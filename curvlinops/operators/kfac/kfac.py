@@ -219,7 +219,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             if not 0.0 <= decay <= 1.0:
                 raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
-        batches = Batches([batch], self.risk.data.batch_size_fn)
+        batches = Batches([batch], self.batch_size_fn)
         more = self._compute(sums.emptied(), batches, sums)
         self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
 

@@ -1,0 +1,1 @@
+"""Checks of a batch, apart from the work: each raises an error, or does nothing."""

@@ -1,0 +1,51 @@
+"""The checks of the first batch, when an operator is built."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.checks import coupling
+from curvlinops.risk.checks.repeats import Observed, check_same, observe
+from curvlinops.risk.empirical_risk import EmpiricalRisk
+from curvlinops.support.rng import seed_everything
+from curvlinops.support.stand_in import stand_in
+
+
+def _check_numbers(problem: BatchProblem, seen: Observed) -> None:
+    """Refuse a loss that is not finite, or its gradient, or an output with NaN where that counts.
+
+    Gradients that are not compared are left to the first product.
+    """
+    if problem.loss is None or problem.risk.per_sample:
+        problem.check_numbers(seen.output)
+    if problem.loss is not None:
+        problem.check_finite(seen.result, seen.gradient)
+
+
+#: Checks of a batch that was evaluated, in this order.
+CHECKS: tuple[Callable[[BatchProblem, Observed], None], ...] = (_check_numbers, coupling.check)
+
+
+def check_first_batch(risk: EmpiricalRisk) -> Tensor:
+    """Draw the first batch and evaluate it, twice with different random seeds, and check it.
+
+    Once is enough where nothing can differ, see ``observe``.
+
+    Returns:
+        A tensor like the output, without memory.
+    """
+    first = None
+    for seed in (0, 1):
+        with risk.batches("check_deterministic") as batches:  # which restores the generators
+            seed_everything(seed)
+            problem = next(batches)
+            seen = observe(problem)
+            if first is not None:
+                check_same(first, seen)
+            if first is not None or seen.repeats:
+                for check in CHECKS:  # at last: models may keep what they compute in X
+                    check(problem, seen)
+                break
+        first = seen._replace(output=stand_in(seen.output))
+    return stand_in(seen.output)

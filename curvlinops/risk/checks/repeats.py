@@ -1,0 +1,146 @@
+"""Whether a batch, and what model and loss compute on it, are the same twice."""
+
+import re
+from collections import OrderedDict
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops.autodiff.backward import vjp
+from curvlinops.linear_operator.space import Columns
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.empirical_risk import EmpiricalRisk
+from curvlinops.support.autograd_graph import graph_nodes
+from curvlinops.support.digest import digest
+from curvlinops.support.norms import double_norm
+from curvlinops.support.pytree import leaves
+from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.sketch import sketch
+from curvlinops.support.stand_in import stand_in
+from curvlinops.support.torch_internals import version_of
+
+_OTHER_DATA = (
+    "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "
+    "at random. Pass data that yield the same batches in the same order each time: a list of "
+    "batches such as list(loader), or a DataLoader with shuffle=False."
+)
+_OTHER_RESULTS = (
+    "The model or the loss gives different values for the same batch. Remove what draws random "
+    "numbers in it: model.eval() switches Dropout off. Pass noise in X, or draw it from a "
+    "generator that forward() seeds."
+)
+
+
+#: The modules of types and functions that compute the same twice, if no random number is drawn.
+_KNOWN = re.compile(r"builtins|torch|torch\.nn\..*|torch\._C.*")
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+class Observed(NamedTuple):
+    """A batch that was evaluated.
+
+    Attributes:
+        data: The digest of X and y, before.
+        output: The output, without its graph.
+        result: The loss, or the output if there is none.
+        gradient: Sketches of the loss's gradient by parameter, if it may differ though losses do
+            not.
+        operations: A hash of the graph's operations.
+        runs_users_code: Whether hooks, or own functions, run in the backward pass.
+        repeats: Whether a second evaluation is known to have the same numbers.
+    """
+
+    data: list[tuple]
+    output: Tensor
+    result: Tensor
+    gradient: Columns
+    operations: int
+    runs_users_code: bool
+    repeats: bool
+
+
+def observe(problem: BatchProblem) -> Observed:
+    """Evaluate a batch.
+
+    If the loss repeats, so does its gradient, unless the model draws random numbers that cancel in
+    the loss, as those of Dropout in a branch that is zero, or the backward pass runs the user's
+    code.
+
+    All repeats if all code is PyTorch's own, and neither draws random numbers nor writes to the
+    batch.
+    """
+    batch = leaves((problem.batch.X, problem.batch.y))
+    data, states, versions = digest(batch), GeneratorStates(), [*map(version_of, batch)]
+    with problem.recording("once", is_summed=False) as (_, params, output):
+        result, gradient = output, {}
+        if problem.loss is not None:
+            with problem.formulas():
+                result, _ = problem.loss_sum(output)
+        nodes = list(graph_nodes(result))
+        draws, runs_users_code = not states.are_current(), problem.runs_users_code(nodes)
+        if problem.loss is not None and (draws or runs_users_code):
+            gradient = sketches(result, None, params)
+    output, result = output.detach(), result.detach()
+    is_written = versions != [*map(version_of, batch)]
+    repeats = not (draws or runs_users_code or is_written) and _is_known_risk(problem.risk)
+    operations = hash(tuple(node.name() for node in nodes))
+    return Observed(data, output, result, gradient, operations, runs_users_code, repeats)
+
+
+def check_same(first: Observed, second: Observed) -> None:
+    """Refuse batches, or results on them, that differ."""
+    if first.data != second.data:
+        raise RuntimeError(_OTHER_DATA)
+    agree = partial(_agree, 1e-8 if first.result.dtype == torch.float64 else 1e-3)
+    results = ([x.result, *x.gradient.values()] for x in (first, second))
+    if not all(map(agree, *results)):
+        raise RuntimeError(_OTHER_RESULTS)
+
+
+def _is_known_risk(risk: EmpiricalRisk) -> bool:
+    """Return whether the data is a list of batches, and model and loss are PyTorch's own."""
+    data, loss = risk.data.data, risk.loss
+    has_formula = loss is None or loss.is_function_of_values
+    is_listed = type(data) in (list, tuple) and _is_known(data[0])
+    return has_formula and is_listed and not risk.model.shards and _is_known(risk.model.source)
+
+
+def _is_known(part: Any) -> bool:
+    """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
+    if type(part) in _CONTAINERS:
+        return all(map(_is_known, part.values() if isinstance(part, dict) else part))
+    named = part if hasattr(part, "__qualname__") else type(part)  # a function, or an object
+    is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
+    # its modules, hooks and functions
+    return is_known and (not isinstance(part, nn.Module) or _is_known(vars(part)))
+
+
+def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
+    """Return the sketch of each tensor's gradient; one gradient is in memory at a time.
+
+    Args:
+        start: Where the backward pass begins. Its graph is freed.
+        cotangent: The vector that is propagated back; ``None`` for one.
+        leaves: The tensors.
+    """
+    found = {}
+
+    def reduce(name: str, gradient: Tensor) -> Tensor:
+        found[name] = sketch(gradient)
+        return stand_in(gradient)
+
+    for name, leaf in leaves.items():
+        leaf.register_hook(partial(reduce, name))
+    vjp({"": start}, {"": cotangent}, leaves, retain=False)
+    return found
+
+
+def _agree(tolerance: float, first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors agree up to a tolerance, relative to the first one's norm."""
+    if first.shape != second.shape or torch.equal(first, second):
+        return first.shape == second.shape
+    equal = (first == second) | (first.isnan() & second.isnan())
+    error = double_norm(torch.where(equal, 0.0, first - second))  # infinities may be equal
+    return bool((error == 0) | (error <= tolerance * double_norm(first) + 1e-12))
