@@ -1,6 +1,6 @@
 """Reads operators and matrices of any kind as one kind of object for all algorithms."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.linear_operator.vectors import Vectors, is_native
 from curvlinops.support.arguments import LISTS, MAPPINGS, without_graph
 
@@ -97,9 +97,7 @@ class Matrix:
                 of tensors, one for each parameter.
         """
         without_graph(x, "The vector")
-        domain = self.operator.domain
-        x = x if is_native(x) else np.array(x)
-        return domain.join_rows(self.operator._to_columns(x, domain)[0])
+        return self.operator._to_columns(x if is_native(x) else np.array(x))[0]
 
     def is_vector(self, x: Vectors) -> bool:
         """Return whether a user's vectors are a single one, without an axis for columns."""
@@ -172,18 +170,18 @@ class ForeignLinearOperator(TorchLinearOperator):
     ):
         rows, columns = shape
         self._own_operands = operands
-        self._multiply, self._multiply_adjoint = multiply, multiply_adjoint
+        self._multiply_vectors, self._multiply_adjoint = multiply, multiply_adjoint
         domain = ParameterSpace.flat(columns, dtype, device)
         super().__init__(domain, ParameterSpace.flat(rows, dtype, device))
 
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self._own_operands
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return {"": self._multiply(columns[""].T).T}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._multiply_vectors(columns.T).T
 
     def _transposed(self) -> "ForeignLinearOperator":
-        products = self._multiply_adjoint, self._multiply
+        products = self._multiply_adjoint, self._multiply_vectors
         return ForeignLinearOperator(
             self.shape[::-1], self.torch_dtype, self.device, *products, self._own_operands
         )

@@ -14,7 +14,7 @@ from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback,
 from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.torch_modes import in_default_modes
@@ -134,10 +134,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients; only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        columns, write = self._to_columns(B, self.domain)
+        columns, write = self._to_columns(B)
         start = self._x0 if x0 is None else self._matrix.read_rows(x0)
-        X, *info = self._solve(self.domain.join_rows(columns), start)
-        return Solution(write(self.codomain.split_rows(X), self.codomain), *info)
+        X, *info = self._solve(columns, start)
+        return Solution(write(X, self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -146,9 +146,8 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         given = self._matrix.operator, self._preconditioner
         return tuple(operator for operator in given if operator is not None)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        X, *_ = self._solve(self.domain.join_rows(columns), self._x0)
-        return self.codomain.split_rows(X)
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._solve(columns, self._x0)[0]
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
         """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""

@@ -13,7 +13,6 @@ from curvlinops.algorithms.convergence import check_on_failure, fail
 from curvlinops.algorithms.krylov import Kind
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph
 from curvlinops.support.norms import double_norm
@@ -111,9 +110,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
-        columns, write = self._to_columns(x, self.domain)
-        X, *info = self._solve(self.domain.join_rows(columns))
-        return LSMRSolution(write(self.codomain.split_rows(X), self.codomain), *info)
+        columns, write = self._to_columns(x)
+        X, *info = self._solve(columns)
+        return LSMRSolution(write(X, self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -121,9 +120,8 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self._matrix.operator,)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        X, *_ = self._solve(self.domain.join_rows(columns))
-        return self.codomain.split_rows(X)
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._solve(columns)[0]
 
     def _transposed(self) -> "LSMRInverseLinearOperator":
         return LSMRInverseLinearOperator(

@@ -1,6 +1,5 @@
 """The inverse as a truncated Neumann series."""
 
-from collections.abc import Sequence
 from functools import partial
 from math import isfinite
 
@@ -16,7 +15,6 @@ from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback,
 from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
 from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns
 from curvlinops.support.arguments import check_count, check_number
 
 
@@ -86,9 +84,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         given = self._matrix.operator, self._preconditioner
         return tuple(operator for operator in given if operator is not None)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        rows = self._precondition(self.domain.join_rows(columns))
-        return self.codomain.split_rows(self._sum(rows))
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._sum(self._precondition(columns))
 
     def _transposed(self) -> "NeumannInverseLinearOperator":
         # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T

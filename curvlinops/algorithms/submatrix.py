@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, as_operator
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace, match_names
+from curvlinops.linear_operator.space import ParameterSpace, match_names
 from curvlinops.support.arguments import as_integer
 
 #: Rows or columns: integers, a slice of them, or names and globs of parameters.
@@ -42,6 +42,7 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         rows = _read(A.codomain, row_idxs, "row_idxs")
         columns = _read(A.domain, col_idxs, "col_idxs")
         self._rows, self._columns = _Selection(A.codomain, rows), _Selection(A.domain, columns)
+        self._of_tensors = A._part(self._rows.tensors, self._columns.tensors)
         is_symmetric = A.self_adjoint and rows == columns
         super().__init__(self._columns.space, self._rows.space, is_symmetric)
 
@@ -49,11 +50,10 @@ class SubmatrixLinearOperator(TorchLinearOperator):
         return [self.operator._formula()]
 
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
-        return (self.operator,)
+        return (self._of_tensors,)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        inner = self._columns.embed(columns)
-        return self._rows.cut(self.operator._multiply_some(inner, self._rows.needed(wanted)))
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._rows.cut(self._of_tensors._checked_apply(self._columns.embed(columns)))
 
     def _transposed(self) -> "SubmatrixLinearOperator":
         selections = self._columns.chosen, self._rows.chosen
@@ -69,48 +69,41 @@ class _Selection:
 
     Attributes:
         chosen: See above.
-        names: The tensors that contain the coordinates.
+        tensors: The space of the tensors that contain the coordinates.
         space: The space of the selected coordinates.
     """
 
     def __init__(self, parent: ParameterSpace, chosen: list[int] | list[str]):
         self.chosen = chosen
         if isinstance(chosen[0], str):
-            self.names, self._positions = chosen, None
-            self._inner = self.space = parent.restricted(chosen)
+            self._positions, self.tensors = None, parent.restricted(chosen)
+            self.space = self.tensors
             return
         ends = torch.tensor([parent.slice(name).stop for name in parent.names], device="cpu")
         indices = torch.tensor(chosen, device="cpu")
         # the owner is the first tensor with a larger end, which is never an empty tensor
         owners = torch.bucketize(indices, ends, right=True)
         touched = owners.unique().tolist()
-        self.names = [parent.names[owner] for owner in touched]
-        self._inner = parent.restricted(self.names)
+        names = [parent.names[owner] for owner in touched]
+        self.tensors = parent.restricted(names)
         shifts = torch.zeros(len(parent.names), dtype=torch.long, device="cpu")
-        for owner, name in zip(touched, self.names, strict=True):
-            shifts[owner] = self._inner.slice(name).start - parent.slice(name).start
+        for owner, name in zip(touched, names, strict=True):
+            shifts[owner] = self.tensors.slice(name).start - parent.slice(name).start
         # positions in the flat vector that has these tensors only
         self._positions = (indices + shifts[owners]).to(parent.device)
         self.space = ParameterSpace.flat(len(chosen), parent.dtype, parent.device)
 
-    def needed(self, wanted: Sequence[str]) -> Sequence[str]:
-        """Return the tensors that contain the coordinates of some tensors of ``space``."""
-        return wanted if self._positions is None else self.names
-
-    def embed(self, columns: Columns) -> Columns:
+    def embed(self, columns: Tensor) -> Tensor:
         """Return vectors of the tensors that are zero at all other coordinates."""
         if self._positions is None:
             return columns
-        flat = self.space.join_rows(columns)
-        full = flat.new_zeros(len(flat), self._inner.dim)
-        full[:, self._positions] = flat
-        return self._inner.split_rows(full)
+        full = columns.new_zeros(len(columns), self.tensors.dim)
+        full[:, self._positions] = columns
+        return full
 
-    def cut(self, columns: Columns) -> Columns:
+    def cut(self, columns: Tensor) -> Tensor:
         """Return the selected coordinates of vectors of the tensors."""
-        if self._positions is None:
-            return columns
-        return self.space.split_rows(self._inner.join_rows(columns)[:, self._positions])
+        return columns if self._positions is None else columns[:, self._positions]
 
 
 def _read(space: ParameterSpace, idxs: Any, what: str) -> list[int] | list[str]:

@@ -23,7 +23,7 @@ from curvlinops.support.torch_internals import (
     without_torch_function,
 )
 from curvlinops.support.warnings import first_line
-from curvlinops.team.shards import WHOLE, Whole
+from curvlinops.team.shards import WHOLE, Shards
 
 _LOGGER = logging.getLogger("curvlinops")
 
@@ -248,7 +248,7 @@ def in_chunks(
     product: Callable[..., Columns],
     size: int | None,
     tensors: tuple[Tensor, ...] = (),
-    shards: Whole = WHOLE,
+    shards: Shards = WHOLE,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns.
 
@@ -261,17 +261,15 @@ def in_chunks(
         shards: The parameters that are sharded.
 
     Returns:
-        A function of columns, of the dtypes to cast them to, and of further arguments of the
-        product. It yields slices of the columns, each with its product.
+        A function of columns, and of further arguments of the product. It yields slices of the
+        columns, each with its product.
 
     Raises:
         RuntimeError: If a product of several columns fails after a part of it was added to sums of
             other processes.
     """
 
-    def chunks(
-        V: Columns, dtypes: Mapping[str, torch.dtype], *args: Any
-    ) -> Iterator[tuple[slice, Columns]]:
+    def chunks(V: Columns, *args: Any) -> Iterator[tuple[slice, Columns]]:
         nonlocal size
         some = next(iter(V.values()))
         num_columns, start = some.shape[0], 0
@@ -284,7 +282,7 @@ def in_chunks(
             rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
             shards.at_columns(rows)
             try:
-                part = product(_take(V, rows, dtypes, shards), *args)
+                part = product(_take(V, rows, shards), *args)
             except Exception as error:  # a user's own backward may raise anything
                 if rows.stop == start + 1:
                     raise
@@ -310,11 +308,11 @@ def in_chunks(
     return chunks
 
 
-def _take(V: Columns, rows: slice, dtypes: Mapping[str, torch.dtype], shards: Whole) -> Columns:
+def _take(V: Columns, rows: slice, shards: Shards) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
-        some = shards.cotangents({name: column[rows] for name, column in V.items()}, dtypes)
+        some = {name: column[rows] for name, column in V.items()}
         # contiguous: the columns of a matrix are far apart in its memory
         return {
-            name: column if name in shards.params else column.to(dtypes[name]).contiguous()
-            for name, column in some.items()
+            name: shards.cotangent(name, len(x)) if name in shards.params else x.contiguous()
+            for name, x in some.items()
         }

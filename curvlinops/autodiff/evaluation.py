@@ -23,7 +23,7 @@ from curvlinops.support.torch_internals import (
     with_attributes,
 )
 from curvlinops.support.torch_modes import without_compiler
-from curvlinops.team.shards import WHOLE, Whole
+from curvlinops.team.shards import WHOLE, Shards
 
 #: The types of containers whose contents are restored.
 _CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, set, deque})
@@ -133,7 +133,7 @@ class IsolatedModules:
         roots: Iterable[nn.Module],
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
-        shards: Whole = WHOLE,
+        shards: Shards = WHOLE,
         leaves: Mapping[str, Tensor] | None = None,
     ):
         self._containers: list[Collection] = []  # the dictionaries of attributes among them

@@ -67,7 +67,7 @@ def self_scores(
     The gradients of one batch are in memory at a time, as whole vectors. For the arguments see
     ``preconditioned``.
     """
-    inverse, out = _damped_inverse(rows, K, relative_damping), rows.codomain.zeros(1)[""][0]
+    inverse, out = _damped_inverse(rows, K, relative_damping), rows.codomain.zeros(1)[0]
     for places, gradients in _dense(rows):
         out[places] = (gradients * (inverse @ gradients.T).T).sum(1).to(out)
     return out
@@ -140,7 +140,7 @@ def _scoring(
     """Return a function that computes the scores of all rows of a batch."""
     check_gradients(rows)
     columns, is_vector = rows._read(P)
-    if is_followed({name: x for name, x in columns.items() if isinstance(x, Tensor)}):
+    if any(is_followed(x) for x in columns.values() if isinstance(x, Tensor)):
         raise ValueError("Scores of batches are not differentiable: detach the vectors.")
     return rows._scoring(columns, is_vector, per_position)
 
@@ -177,6 +177,6 @@ def _dense(rows: PerSampleGradientLinearOperator) -> Iterator[tuple[Tensor, Tens
     """Yield the numbers of the rows of each batch, and the rows as whole vectors ``[n, D]``."""
 
     def of(problem: BatchProblem) -> Tensor:
-        return rows.domain.join_rows(rows._rows_of(problem).written(rows.domain))
+        return torch.cat(list(rows._rows_of(problem).written(rows.domain).values()), 1)
 
     return ((numbers, found) for _, numbers, found in rows._by_batch("gradients", of))

@@ -93,13 +93,12 @@ def loss_along(
         "gradient_and_loss() of an operator.",
     )
     grid = _read_steps(steps)
-    columns = {name: x.detach() for name, x in A._to_columns(directions, A.space)[0].items()}
-    rows = A.space.join_rows(columns)
+    rows = A._to_columns(directions)[0].detach()
     if len(rows) not in (1, 2):
         raise ValueError(f"directions must be one or two vectors, got {len(rows)}.")
     shape = (len(grid),) * len(rows)
     points = torch.cartesian_prod(*[grid] * len(rows)).reshape(-1, len(rows))
-    losses = _losses(A, columns, points)
+    losses = _losses(A, rows, points)
     return LossAlong(grid, losses.reshape(shape), _quadratic(A, rows, points).reshape(shape))
 
 
@@ -116,20 +115,21 @@ def _read_steps(steps: Iterable[float] | Tensor | np.ndarray) -> Tensor:
     return grid
 
 
-def _losses(A: DataLinearOperator, directions: Columns, points: Tensor) -> Tensor:
-    """Return the losses where combinations ``[P, K]`` of K directions lead."""
+def _losses(A: DataLinearOperator, directions: Tensor, points: Tensor) -> Tensor:
+    """Return the losses where combinations ``[P, K]`` of directions ``[K, D]`` lead."""
     sums = torch.zeros(len(points), dtype=torch.float64, device="cpu")
     coefficients = points.tolist()
     with (
-        A._together("loss_along", directions, points=coefficients) as task,
+        A._together("loss_along", directions, points=coefficients) as totals,
         A._batches("loss_along") as batches,
     ):
+        columns = A.space.views(directions)
         for problem in batches:
             for i, point in enumerate(coefficients):
-                value, share = _loss_sum(problem, task.columns, point)
+                value, share = _loss_sum(problem, columns, point)
                 sums[i] += float(value)
-            task.totals["weight"] += share
-    return sum(A.risk.ranks.gather_objects(sums)) * A.risk.scale(task.totals["weight"])
+            totals["weight"] += share
+    return sum(A.risk.ranks.gather_objects(sums)) * A.risk.scale(totals["weight"])
 
 
 def _loss_sum(
@@ -154,7 +154,7 @@ def _moved(model: Model, directions: Columns, coefficients: list[float]) -> dict
 def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
     """Return the quadratic approximation at combinations ``[P, K]`` of directions ``[K, D]``."""
     gradient, loss = A.gradient_and_loss()
-    g = A.space.join_rows(A._to_columns(gradient, A.space)[0])[0]
+    g = A._to_columns(gradient)[0][0]
     slopes = (rows @ g).double().cpu()
     curvatures = (rows @ (A @ rows.T)).double().cpu()
     return float(loss) + points @ slopes + ((points @ curvatures) * points).sum(1) / 2

@@ -20,6 +20,7 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.checks.coupling import COUPLED, differs
 from curvlinops.risk.data import Batch
 from curvlinops.risk.derivatives import evaluate, gradient
+from curvlinops.support.columns import flat
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import first_line
@@ -217,7 +218,7 @@ def _in_whole(task: _Task) -> Columns:
         torch.arange(sizes[1], device=u.device),
     )
     alone[:, numbers, numbers + task.samples.start] = u
-    out = task.space.zeros(sizes.numel())
+    out = task.space.views(task.space.zeros(sizes.numel()))
     task.apply(alone.flatten(0, 1).flatten(1, 2), out)
     return {name: x.unflatten(0, sizes) for name, x in out.items()}
 
@@ -228,7 +229,7 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     Raises:
         InteractingError: If both differ.
     """
-    some, truth = torch.zeros_like(task.u), task.space.zeros(len(task.u))
+    some, truth = torch.zeros_like(task.u), task.space.views(task.space.zeros(len(task.u)))
     some[:, task.samples] = task.u[:, task.samples]
     task.apply(some.flatten(1, 2), truth)
     dtype = task.output.dtype
@@ -316,7 +317,7 @@ def _reason(problem: BatchProblem) -> str:
 
 def _loss_gradients(problem: BatchProblem, num_samples: int, num_rows: int) -> Iterator[Piece]:
     for samples in chunks(num_samples, problem.space.dim):
-        out = problem.space.zeros(samples.stop - samples.start)
+        out = problem.space.views(problem.space.zeros(samples.stop - samples.start))
         for i, n in enumerate(range(samples.start, samples.stop)):
             add(out, slice(i, i + 1), _loss_gradient(problem, n, num_samples, num_rows)[1])
         yield samples, {name: DenseGradient(x.unsqueeze(0)) for name, x in out.items()}
@@ -349,19 +350,22 @@ def _loss_gradient(
     return value, columns
 
 
+def _joined(columns: Columns) -> Tensor:
+    return torch.cat([flat(x) for x in columns.values()], 1)
+
+
 def _check_sum(problem: BatchProblem, num_samples: int, num_rows: int) -> None:
     """Compare the samples' losses and their gradients with those of the batch.
 
     Raises:
         ValueError: If they do not add up.
     """
-    space = problem.space
     total, columns, _ = gradient(problem, problem.loss_sum)
-    rest, size = space.join_rows(columns).clone(), 0.0
+    rest, size = _joined(columns), 0.0
     value, largest = total.double(), 0.0
     for n in range(num_samples):
         loss, columns = _loss_gradient(problem, n, num_samples, num_rows)
-        row = space.join_rows(columns)
+        row = _joined(columns)
         rest -= row
         value, largest = value - loss.double(), largest + float(loss.double().abs())
         size += float(row.double().norm())

@@ -323,9 +323,7 @@ class RecordedBatch:
         self.is_freed = not retain
         if len(u):
             with self._context():
-                chunks = [
-                    chunk for _, chunk in self._chunks({"": u}, {"": u.dtype}, inputs, retain)
-                ]
+                chunks = [chunk for _, chunk in self._chunks({"": u}, inputs, retain)]
         arrived = {
             node: _at_output(node, [chunk.pop(node) for chunk in chunks], len(u))
             for node in {use.node: None for use in uses}
@@ -578,11 +576,11 @@ def _pull_back(source: GradientEdge, target: GradientEdge) -> Callable[[Tensor],
     if source[:2] == target[:2]:
         return lambda rows: rows
     dtype, shape = input_metadata(*source[:2]).dtype, shape_of_output(*target[:2])
-    chunks = in_chunks(lambda u: {"": edge_vjp(source, u[""], target)}, _ANY_NUMBER)
+    chunks = in_chunks(lambda u: {"": edge_vjp(source, u[""].to(dtype), target)}, _ANY_NUMBER)
 
     def pull_back(rows: Tensor) -> Tensor:
         out = rows.new_empty(*rows.shape[:2], *shape)
-        for columns, chunk in chunks({"": rows.flatten(0, 1)}, {"": dtype}):
+        for columns, chunk in chunks({"": rows.flatten(0, 1)}):
             out.flatten(0, 1)[columns] = chunk[""].to(rows.dtype)
         return out
 

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.linear_operator.vector_gradients import product_with_graph
+from curvlinops.linear_operator import vector_gradients
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import (
     Array,
-    FromColumns,
-    columns_of,
+    Write,
+    check_finite,
     is_followed,
     is_native,
     is_scalar,
-    to_columns,
+    read,
 )
 from curvlinops.support.arguments import (
     as_integer,
@@ -34,25 +34,10 @@ from curvlinops.support.arguments import (
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 from curvlinops.team.team import Team, largest
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # SciPy has no annotations: mypy would take operators for numbers
 
     class LinearOperator:
-        """The attributes that operators inherit from SciPy's class.
-
-        SciPy has no annotations. Were its class the base, mypy would take operators for numbers,
-        and ``2 * H`` for an integer.
-        """
-
-        shape: tuple[int, int]
-        dtype: np.dtype
-        ndim: int
-
-        def adjoint(self) -> "TorchLinearOperator":
-            """See ``H``."""
-
-        def transpose(self) -> "TorchLinearOperator":
-            """See ``T``."""
-
+        """SciPy's class."""
 else:
     from scipy.sparse.linalg import LinearOperator
 
@@ -167,22 +152,11 @@ class Product(Protocol[Named]):
     def __call__(self, x: Mapping[str, Tensor], /) -> Named: ...
 
 
-class Multiple(Protocol[Operator]):
-    """The type of a product with a number, or with another operator by ``*``."""
+class Combined(Protocol[Operator]):
+    """The type of a sum, or of a multiple."""
 
-    @overload
-    def __call__(self, x: float, /) -> Operator: ...
-    @overload
-    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
-
-
-class Sum(Protocol):
-    """The type of a sum of operators."""
-
-    @overload
-    def __call__(self, x: "TorchLinearOperator", /) -> "TorchLinearOperator": ...
-    @overload
-    def __call__(self, x: LinearOperator, /) -> LinearOperator: ...
+    def __call__(self, x: "float | LinearOperator", /) -> Operator:
+        """Combine with a number, or an operator."""
 
 
 def _product_type(method: Callable[[Any, Any], Any]) -> Product[dict[str, Tensor]]:
@@ -210,6 +184,9 @@ class TorchLinearOperator(LinearOperator):
         self_adjoint: Whether the operator equals its adjoint.
     """
 
+    shape: tuple[int, int]
+    dtype: np.dtype
+    ndim: int
     T: "TorchLinearOperator"
     H: "TorchLinearOperator"
 
@@ -265,12 +242,15 @@ class TorchLinearOperator(LinearOperator):
 
     # --- what a subclass implements
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+    def _apply(self, columns: Tensor) -> Tensor:
         """Multiply vectors of the domain by the operator.
 
         Args:
-            columns: Some tensors of the vectors, ``{name: [K, *shape]}``; the others are zero.
-            wanted: The tensors of the product that are used. Others may be returned, too.
+            columns: K vectors, ``[K, domain.dim]``; ``domain.views`` has their tensors by name. If
+                processes have parts of vectors, these are this one's parts.
+
+        Returns:
+            The products, ``[K, codomain.dim]``.
         """
         raise NotImplementedError
 
@@ -278,8 +258,9 @@ class TorchLinearOperator(LinearOperator):
         """Return the adjoint; asked only if the operator is not self-adjoint."""
         raise NotImplementedError(f"{type(self).__name__} has no adjoint.")
 
-    #: Whether ``_apply`` takes, and then returns, vectors as one tensor, ``{"": [K, dim]}``, too.
-    _takes_whole = False
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> "TorchLinearOperator":
+        """Return the rows and columns of some tensors; products may compute these alone."""
+        return PartLinearOperator(self, rows, columns)
 
     def _operands(self) -> "tuple[TorchLinearOperator, ...]":
         """Return the operators that this one multiplies with, see ``linearized``."""
@@ -295,7 +276,7 @@ class TorchLinearOperator(LinearOperator):
 
     @property
     def _begins_with_gather(self) -> bool:
-        """Whether a product of several processes begins with a gather of objects.
+        """Whether processes that multiply together first communicate by a gather of objects.
 
         An error in one of them, before its product, is then raised in all.
         """
@@ -315,39 +296,39 @@ class TorchLinearOperator(LinearOperator):
     @in_default_modes
     def _product(self, x: Any) -> Any:
         """Multiply vectors of any kind."""
-        columns, from_columns = self._to_columns(x, self.domain, self._takes_whole)
-        return from_columns(self._multiply_columns(columns), self.codomain)
+        columns, write = self._to_columns(x)
+        return write(self._multiply(columns), self.codomain)
 
-    def _to_columns(
-        self, x: Any, space: ParameterSpace, whole: bool = False
-    ) -> tuple[Columns, FromColumns]:
+    def _to_columns(self, x: Any) -> tuple[Tensor, Write]:
         """Read vectors; an error in one process is raised in all that multiply together."""
         with self._reading_together():
-            return to_columns(x, space, whole)
+            return read(x, self.domain)
 
     @in_default_modes
     def _multiply_rows(self, rows: Tensor) -> Tensor:
-        """Multiply vectors ``[K, dim]``, of which this process may have parts."""
+        """Multiply columns ``[K, dim]``, of which this process may have parts."""
         with self._reading_together():
-            rows = rows.to(self.device, self.torch_dtype)
-            columns = columns_of(rows, self.domain, self._takes_whole)
-        return self.codomain.join_rows(self._multiply_columns(columns))
+            columns = rows.to(self.device, self.torch_dtype)
+            check_finite(columns, self.domain)
+        return self._multiply(columns)
 
-    def _multiply_columns(self, columns: Columns) -> Columns:
+    def _multiply(self, columns: Tensor) -> Tensor:
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
-            return product_with_graph(self, columns)
-        if self._takes_whole and "" in columns:
-            out = self._apply(columns, [""])
-        else:
-            out = self._multiply_some(columns, self.codomain.names)
-        taken = {column.untyped_storage().data_ptr() for column in columns.values()}
-        aliases = {n: x for n, x in out.items() if x.untyped_storage().data_ptr() in taken}
-        return out | {name: column.clone() for name, column in aliases.items()}
+            return vector_gradients.Product.apply(self, columns)
+        out = self._checked_apply(columns)
+        is_alias = out.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
+        return out.clone() if is_alias else out
 
-    def _multiply_some(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        """Return the tensors ``wanted`` of a product, checked; see ``_apply``."""
-        return self.codomain.checked(self._apply(columns, wanted), wanted)
+    def _checked_apply(self, columns: Tensor) -> Tensor:
+        """Multiply columns; refuse products of another shape, which a subclass may return."""
+        out, expected = self._apply(columns), (len(columns), self.codomain.local_dim)
+        if tuple(out.shape) != expected:
+            raise ValueError(
+                f"A product with {type(self).__name__} has shape {list(out.shape)}, expected "
+                f"{list(expected)}: _apply must return K vectors of the codomain, [K, dim]."
+            )
+        return out
 
     def _matmat(self, x: np.ndarray) -> np.ndarray:
         return self._product(np.asarray(x))
@@ -395,8 +376,8 @@ class TorchLinearOperator(LinearOperator):
             return self._adjoint()._product(x.T).T
         return self._adjoint()._product(x) if is_native(x) else super()._rdot(x)
 
-    __mul__: Multiple["TorchLinearOperator"] = dot
-    __rmul__: Multiple["TorchLinearOperator"] = _rdot
+    __mul__: Combined["TorchLinearOperator"] = dot
+    __rmul__: Combined["TorchLinearOperator"] = _rdot
 
     @_product_type
     @uncompiled
@@ -532,8 +513,8 @@ class TorchLinearOperator(LinearOperator):
             )
         return super().__add__(other)
 
-    __add__: Sum = _add
-    __sub__: Sum
+    __add__: Combined["TorchLinearOperator"] = _add
+    __sub__: Combined["TorchLinearOperator"]
 
     def __radd__(self, other: int) -> "TorchLinearOperator":
         return self._add(other)
@@ -631,16 +612,16 @@ class SumLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self.terms
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        total: Columns = {}
-        for term in self.terms:
-            some = term.domain.convert(columns, self.domain)
-            # vectors of spaces that agree, but have other names, are converted as a whole
-            is_named_alike = term.codomain.names == self.codomain.names
-            out = term._multiply_some(some, wanted if is_named_alike else term.codomain.names)
-            out = self.codomain.convert(out, term.codomain)
-            total = {name: total[name] + out[name] for name in wanted} if total else out
-        return total
+    def _apply(self, columns: Tensor) -> Tensor:
+        dtype = self.torch_dtype
+        products = (x._checked_apply(columns.to(x.torch_dtype)).to(dtype) for x in self.terms)
+        return reduce(torch.add, products)
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        names = self.codomain.names, self.domain.names
+        if any((x.codomain.names, x.domain.names) != names for x in self.terms):
+            return super()._part(rows, columns)
+        return SumLinearOperator(*(term._part(rows, columns) for term in self.terms))
 
     def _formula(self) -> str:
         return " + ".join(term._formula() for term in self.terms).replace(" + -", " - ")
@@ -667,9 +648,11 @@ class ScaledLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        out = self.operator._multiply_some(columns, wanted)
-        return {name: self.scalar * column for name, column in out.items()}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self.scalar * self.operator._checked_apply(columns)
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        return ScaledLinearOperator(self.operator._part(rows, columns), self.scalar)
 
     def _formula(self) -> str:
         factor = "-" if self.scalar == -1 else f"{self.scalar:g} * "
@@ -704,13 +687,15 @@ class ProductLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return self.factors
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        space = self.domain
-        for number, factor in reversed([*enumerate(self.factors)]):
-            columns = factor.domain.convert(columns, space)
-            names = factor.codomain.names if number else wanted
-            columns, space = factor._multiply_some(columns, names), factor.codomain
-        return self.codomain.convert(columns, space)
+    def _apply(self, columns: Tensor) -> Tensor:
+        for factor in reversed(self.factors):
+            columns = factor._checked_apply(columns.to(factor.torch_dtype))
+        return columns.to(self.torch_dtype)
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        first, *between, last = self.factors
+        first, last = first._part(rows, first.domain), last._part(last.codomain, columns)
+        return ProductLinearOperator(first, *between, last)
 
     def _formula(self) -> str:
         return " @ ".join(map(_in_parentheses, self.factors))
@@ -734,13 +719,10 @@ class PowerLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,) if self.exponent else ()
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        columns = self.codomain.convert(columns, self.domain)
-        for power in range(1, self.exponent + 1):
-            columns = self.domain.convert(columns, self.codomain)
-            names = wanted if power == self.exponent else self.codomain.names
-            columns = self.operator._multiply_some(columns, names)
-        return columns if self.exponent else self.codomain.fill(columns, wanted)
+    def _apply(self, columns: Tensor) -> Tensor:
+        for _ in range(self.exponent):
+            columns = self.operator._checked_apply(columns)
+        return columns
 
     def _formula(self) -> str:
         if self.exponent == 0:
@@ -749,6 +731,23 @@ class PowerLinearOperator(TorchLinearOperator):
 
     def _transposed(self) -> TorchLinearOperator:
         return PowerLinearOperator(self.operator.T, self.exponent)
+
+
+class PartLinearOperator(TorchLinearOperator):
+    """The rows and columns of some tensors, cut out of products with a whole operator."""
+
+    def __init__(
+        self, operator: TorchLinearOperator, rows: ParameterSpace, columns: ParameterSpace
+    ):
+        self.operator = operator
+        super().__init__(columns, rows, operator.self_adjoint and rows.names == columns.names)
+
+    def _operands(self) -> tuple[TorchLinearOperator, ...]:
+        return (self.operator,)
+
+    def _apply(self, columns: Tensor) -> Tensor:
+        whole = self.operator.domain.embed(columns, self.domain)
+        return self.operator.codomain.cut(self.operator._checked_apply(whole), self.codomain)
 
 
 def _in_parentheses(operator: TorchLinearOperator) -> str:

@@ -103,20 +103,9 @@ class ShardedSpace(ParameterSpace):
         """
         raise TypeError(f"Parameters are sharded, so that no process has {what}. {remedy}")
 
-    def split(self, vectors: Any) -> Any:
-        """Refuse flat vectors."""
-        self.check_whole("a flat vector")
-
-    def join(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Refuse flat vectors."""
-        self.check_whole("a flat vector")
-
     def vectors(self, X: Tensor) -> dict[str, Tensor]:
         """Return vectors as users get them, by the names of the parameters."""
-        columns = self.split_rows(X.unsqueeze(0) if X.ndim == 1 else X.T)
-        return self.wholes(
-            {n: x[0] if X.ndim == 1 else x.movedim(0, -1) for n, x in columns.items()}
-        )
+        return self.wholes(self.split_parts(X))
 
     @property
     def whole(self) -> ParameterSpace:
@@ -148,7 +137,7 @@ class ShardedSpace(ParameterSpace):
         """Return random vectors as rows, the same for any number of processes."""
         rows = self.empty(num)
         for k in range(num):
-            for name, column in self.split_rows(rows[k : k + 1]).items():
+            for name, column in self.views(rows[k : k + 1]).items():
                 whole = rows.new_empty(prod(self.shapes[name]))
                 fill(whole)
                 layout, whole = self.layouts.get(name), whole.view(self.shapes[name])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from curvlinops.support.arguments import nearest
-from curvlinops.support.columns import Columns, flat
-from curvlinops.support.norms import double_dot, double_dots, double_norm
+from curvlinops.support.columns import Columns
+from curvlinops.support.norms import double_dots, double_norm
 from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.team.team import ALONE
@@ -113,6 +113,7 @@ class ParameterSpace:
             >>> {name: list(x.shape) for name, x in space.split(torch.ones(8, 5)).items()}
             {'weight': [2, 3, 5], 'bias': [2, 5]}
         """
+        self.check_whole("a flat vector")
         if isinstance(vectors, np.ndarray):
             vectors = torch.from_numpy(vectors.copy()).to(self.device)
         if vectors.ndim not in (1, 2) or len(vectors) != self.dim:
@@ -120,9 +121,13 @@ class ParameterSpace:
                 f"Vectors have shape {list(vectors.shape)}, expected [{self.dim}] or "
                 f"[{self.dim}, K], with a column for each vector."
             )
-        single = vectors.ndim == 1
-        columns = self.split_rows(vectors.unsqueeze(0) if single else vectors.T)
-        return {name: x[0] if single else x.movedim(0, -1) for name, x in columns.items()}
+        return self.split_parts(vectors)
+
+    def split_parts(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Cut ``[local_dim]`` or ``[local_dim, K]`` into this process's tensors of the vectors."""
+        if vectors.ndim == 1:
+            return {name: x[0] for name, x in self.views(vectors.unsqueeze(0)).items()}
+        return {name: x.movedim(0, -1) for name, x in self.views(vectors.T).items()}
 
     def join(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Concatenate tensors with the shapes of the parameters; the inverse of ``split``.
@@ -136,6 +141,7 @@ class ParameterSpace:
         Raises:
             ValueError: If names, shapes or numbers of columns do not fit.
         """
+        self.check_whole("a flat vector")
         if tensors.keys() != self.shapes.keys():
             raise ValueError(f"Got tensors for {list(tensors)}, expected {self.names}.")
         single = all(tensors[name].shape == shape for name, shape in self.shapes.items())
@@ -146,91 +152,62 @@ class ParameterSpace:
                     f"The tensor for '{name}' has shape {list(tensors[name].shape)}, expected "
                     f"{list(shape)}, or with a last axis of K vectors for all names."
                 )
-        columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in tensors.items()}
-        rows = self.join_rows(columns)
-        return rows[0] if single else rows.T
+        return self.join_parts(tensors)
 
-    def split_rows(self, flat: Tensor) -> Columns:
-        """Turn vectors ``[K, dim]`` into ``{name: [K, *shape]}`` (views where possible).
+    def join_parts(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate this process's tensors of vectors; undo ``split_parts``.
+
+        The only copy of the numbers, and none if there is one tensor.
+        """
+        flat = [
+            parts[name].reshape(prod(shape), *parts[name].shape[len(shape) :])
+            for name, shape in self.local_shapes.items()
+        ]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def views(self, columns: Tensor) -> Columns:
+        """Return columns ``[K, dim]`` by parameter, ``{name: [K, *shape]}``, views where possible.
 
         Of vectors that are spread over processes, these are the parts of this process.
         """
-        num_columns, shapes = flat.shape[0], self.local_shapes.items()
-        parts = [flat] if len(self._sizes) == 1 else flat.split_with_sizes(self._sizes, 1)
+        num_columns, shapes = columns.shape[0], self.local_shapes.items()
+        parts = [columns] if len(self._sizes) == 1 else columns.split_with_sizes(self._sizes, 1)
         pairs = zip(shapes, parts, strict=True)
         return {
             name: part if len(shape) == 1 else part.reshape(num_columns, *shape)
             for (name, shape), part in pairs
         }
 
-    def join_rows(self, columns: Columns) -> Tensor:
-        """Turn ``{name: [K, *shape]}`` into vectors ``[K, dim]`` (a view where possible).
+    def not_finite(self, columns: Tensor) -> str | None:
+        """Return the name of a tensor with NaN or infinite values in columns, if there is one."""
+        return None if not_finite({"": columns}) is None else not_finite(self.views(columns))
 
-        Tensors that are not given are zero. Vectors that are one tensor, ``{"": [K, dim]}``, are
-        returned as they are.
-        """
-        if "" in columns:
-            return flat(columns[""])
-        if len(self.shapes) == 1:
-            return flat(columns[self.names[0]])
-        if len(columns) < len(self.shapes):
-            columns = self.fill(columns)
-        if (vectors := self.joined_view(columns)) is not None:
-            return vectors
-        parts = [flat(columns[name]) for name in self.shapes]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    def cut(self, columns: Tensor, some: "ParameterSpace") -> Tensor:
+        """Return the entries of columns that belong to some of the tensors."""
+        return torch.cat([columns[:, self.slice(name)] for name in some.names], 1)
 
-    def joined_view(self, columns: Columns) -> Tensor | None:
-        """Return the contiguous vectors ``[K, dim]`` whose views ``columns`` are, if they are."""
-        sized = [
-            (columns[n], size) for n, size in zip(self.shapes, self._sizes, strict=True) if size
-        ]
-        if not sized or not len(first := sized[0][0]):
-            return None
-        num_columns, address, dtype = first.shape[0], first.data_ptr(), first.dtype
-        end = first.storage_offset() + num_columns * self.local_dim
-        if end > first.untyped_storage().nbytes() // first.itemsize:
-            return None
-        for column, size in sized:
-            if (
-                column.data_ptr() != address
-                or column.dtype != dtype
-                or (num_columns > 1 and column.stride(0) != self.local_dim)
-                or not (column if num_columns == 1 else column[0]).is_contiguous()
-            ):
-                return None
-            address += size * first.itemsize
-        return first.as_strided((num_columns, self.local_dim), (self.local_dim, 1))
+    def embed(self, columns: Tensor, some: "ParameterSpace") -> Tensor:
+        """Return columns with zeros beside the entries of some of the tensors; undo ``cut``."""
+        out = columns.new_zeros(len(columns), self.local_dim)
+        for name in some.names:
+            out[:, self.slice(name)] = columns[:, some.slice(name)]
+        return out
 
     def empty(self, num_columns: int) -> Tensor:
         """Return memory for ``num_columns`` vectors, ``[K, dim]``."""
         return torch.empty(num_columns, self.local_dim, dtype=self.dtype, device=self.device)
 
-    def lazy_empty(self, num_columns: int) -> Columns:
-        """Return memory for vectors; each tensor is allocated when it is first asked for.
+    def zeros(self, num_columns: int) -> Tensor:
+        """Return ``num_columns`` zero vectors, ``[K, dim]``."""
+        return self.empty(num_columns).zero_()
 
-        Gradients of samples then take memory that activations gave back, which lowers the peak by
-        a fifth for convolutional networks and transformers.
+    def lazy_empty(self, num_rows: int) -> Columns:
+        """Return memory for gradients of samples; each tensor is allocated when it is asked for.
+
+        They then take memory that activations gave back, which lowers the peak by a fifth for
+        convolutional networks and transformers.
         """
-        return _LazyColumns(self, num_columns)
-
-    def zeros(self, num_columns: int) -> Columns:
-        """Return ``num_columns`` zero vectors; ``join`` returns their common memory."""
-        return self.split_rows(self.empty(num_columns).zero_())
-
-    def fill(self, columns: Columns, names: Iterable[str] | None = None) -> Columns:
-        """Return some tensors of vectors, by default all; those that are not given are zero."""
-        num_columns = next(iter(columns.values())).shape[0]
-        names = self.shapes if names is None else names
-        if columns.keys() >= set(names):
-            return {name: columns[name] for name in names}
-        missing = self.restricted([name for name in names if name not in columns])
-        some = {name: columns[name] for name in names if name in columns}
-        return missing.zeros(num_columns) | some
-
-    def randn(self, num_columns: int, generator: torch.Generator) -> Columns:
-        """Return ``num_columns`` standard normal vectors."""
-        return self.split_rows(self.empty(num_columns).normal_(generator=generator))
+        return _LazyColumns(self, num_rows)
 
     def parts(self, vectors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return this process's parts of vectors, given tensors as users pass them."""
@@ -280,44 +257,7 @@ class ParameterSpace:
             fill(row)
         return rows
 
-    def convert(self, columns: Columns, source: "ParameterSpace") -> Columns:
-        """Read vectors of ``source`` as vectors of this space.
-
-        Args:
-            columns: Vectors of ``source``. Some of their tensors may be missing, which are zero;
-                they stay missing if both spaces have the same tensors.
-            source: A space that ``check_compatible`` accepts.
-
-        Returns:
-            The same vectors, named and shaped as in this space, in its dtype.
-        """
-        if source.names != self.names or source.shapes != self.shapes:
-            columns = self.split_rows(source.join_rows(columns))
-        return cast(columns, self.dtype)
-
     # --- checks
-
-    def checked(self, columns: Columns, names: Sequence[str]) -> Columns:
-        """Return tensors of products that a subclass of an operator computes.
-
-        Args:
-            columns: The products, at least some of their tensors.
-            names: The tensors that are returned.
-
-        Raises:
-            ValueError: If they have other names or shapes than in this space.
-        """
-        expected = {name: self.local_shapes[name] for name in names}
-        shapes = {name: tuple(columns[name].shape[1:]) for name in names if name in columns}
-        if shapes != expected:
-            returned = dict(shapes.items() - expected.items())
-            expected = dict(expected.items() - shapes.items())
-            raise ValueError(
-                f"A product has tensors of shapes {returned} behind the axis of columns, where its "
-                f"space has {expected}: _apply must return the wanted tensors of vectors of the "
-                "codomain."
-            )
-        return {name: columns[name] for name in names}
 
     def check_compatible(self, other: "ParameterSpace") -> None:
         """Check that vectors of the two spaces may be added.
@@ -332,8 +272,11 @@ class ParameterSpace:
             raise ValueError(
                 f"Operators live on {self.device} and {other.device}. Move one with to_device()."
             )
-        if self.in_parts or other.in_parts:
-            self._check_parts(other)
+        is_spread = self.in_parts or other.in_parts
+        if is_spread and self.local_shapes != other.local_shapes:
+            raise ValueError(
+                "One operator has vectors that are spread over processes, the other has whole ones."
+            )
         if self.is_flat or other.is_flat:
             return
         if list(self.shapes.values()) != list(other.shapes.values()) or (
@@ -342,13 +285,6 @@ class ParameterSpace:
             raise ValueError(
                 "Operators act on different parameters, or on the same in another order: "
                 f"{self.shapes} and {other.shapes}."
-            )
-
-    def _check_parts(self, other: "ParameterSpace") -> None:
-        """Check that processes have the same parts of vectors of two spaces."""
-        if self.local_shapes != other.local_shapes:
-            raise ValueError(
-                "One operator has vectors that are spread over processes, the other has whole ones."
             )
 
     # --- what depends on all entries of vectors, which are rows [K, dim]
@@ -412,16 +348,16 @@ class ParameterSpace:
 
 
 class _LazyColumns(dict):
-    """Columns without values, each allocated when it is first asked for."""
+    """Rows without values, by parameter, each tensor allocated when it is first asked for."""
 
-    def __init__(self, space: ParameterSpace, num_columns: int):
+    def __init__(self, space: ParameterSpace, num_rows: int):
         super().__init__()
-        self._space, self._num_columns = space, num_columns
+        self._space, self._num_rows = space, num_rows
 
     def __missing__(self, name: str) -> Tensor:
-        """Allocate a column."""
+        """Allocate a tensor."""
         shape, space = self._space.local_shapes[name], self._space
-        self[name] = torch.empty(self._num_columns, *shape, dtype=space.dtype, device=space.device)
+        self[name] = torch.empty(self._num_rows, *shape, dtype=space.dtype, device=space.device)
         return self[name]
 
 
@@ -468,11 +404,6 @@ def _matches(names: Sequence[str], pattern: str) -> list[str]:
 # --- operations on columns
 
 
-def cast(columns: Columns, dtype: torch.dtype) -> Columns:
-    """Return columns in a dtype."""
-    return {name: column.to(dtype) for name, column in columns.items()}
-
-
 def add(total: Columns, rows: slice | int, columns: Mapping[str, Tensor | None]) -> None:
     """Add some columns to the columns ``rows`` of a total, in place; ``None`` is zero."""
     names = [name for name, column in columns.items() if column is not None]
@@ -484,25 +415,15 @@ def add(total: Columns, rows: slice | int, columns: Mapping[str, Tensor | None])
         )
 
 
-def dot(first: Columns, second: Columns) -> float:
-    """Return the inner product of columns, summed in float64."""
-    return float(sum(double_dot(first[name], second[name]) for name in first))
-
-
 def norm(columns: Columns) -> float:
     """Return the root of the sum of all squares, summed in float64."""
     return float(sum(double_norm(column) ** 2 for column in columns.values())) ** 0.5
 
 
-def not_finite(columns: Columns, joined: Tensor | None = None) -> str | None:
-    """Return the name of a tensor with NaN or infinite values, if there is one.
-
-    Args:
-        columns: Tensors by name.
-        joined: The same numbers in one tensor, if there is one. It is faster to check.
-    """
+def not_finite(columns: Columns) -> str | None:
+    """Return the name of a tensor with NaN or infinite values, if there is one."""
     # sums are fast; only when one overflows or is NaN look at each value
-    sums = [x.detach().sum() for x in (columns.values() if joined is None else [joined])]
+    sums = [x.detach().sum() for x in columns.values()]
     if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -1,4 +1,8 @@
-"""Converts vectors: NumPy arrays, tensors, lists and dictionaries of tensors."""
+"""Reads and writes vectors: NumPy arrays, tensors, lists and dictionaries of tensors.
+
+Inside of the package, K vectors are one tensor ``[K, dim]``, the *columns* of a product. What a
+user passes is read once, at the edge, and the product is written in the same kind.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Number
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.support.arguments import LISTS, MAPPINGS
 
 #: Vectors of all kinds: arrays ``[D]`` or ``[D, K]``, or a tensor for each parameter.
@@ -21,8 +25,8 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 #: What scipy would turn into an array of objects or of text.
 _REFUSED = str | bytes | Set | NoneType | nn.Module
 
-#: Turns a product's columns, which lie in the given space, into the kind that came in.
-FromColumns = Callable[[Columns, ParameterSpace], Any]
+#: Turns columns of a space into the kind of vectors that came in.
+Write = Callable[[Tensor, ParameterSpace], Any]
 
 
 def is_native(x: Any) -> bool:
@@ -38,12 +42,9 @@ def is_native(x: Any) -> bool:
     return type(x) is np.ndarray or isinstance(x, (Tensor, MAPPINGS, Iterator, _REFUSED))
 
 
-def is_followed(columns: Columns) -> bool:
-    """Return whether autograd follows some of the columns, in reverse or in forward mode."""
-    return any(
-        column.requires_grad or forward_ad.unpack_dual(column).tangent is not None
-        for column in columns.values()
-    )
+def is_followed(columns: Tensor) -> bool:
+    """Return whether autograd follows columns, in reverse or in forward mode."""
+    return columns.requires_grad or forward_ad.unpack_dual(columns).tangent is not None
 
 
 def is_scalar(x: Any) -> bool:
@@ -58,69 +59,61 @@ def is_scalar(x: Any) -> bool:
     return scalar
 
 
-def to_columns(x: Any, space: ParameterSpace, whole: bool = False) -> tuple[Columns, FromColumns]:
+def read(x: Any, space: ParameterSpace) -> tuple[Tensor, Write]:
     """Read one or several vectors.
 
     Args:
         x: A numpy array or tensor ``[D]`` or ``[D, K]``, or a list or mapping of tensors
             ``[*shape]`` or ``[*shape, K]``, one for each parameter.
         space: The space of the vectors. They are moved to its device and cast to its dtype.
-        whole: Whether arrays that autograd does not follow are columns ``{"": [K, D]}``.
 
     Returns:
-        The vectors as columns, and the function that writes a product in the same kind. Autograd
-        follows both.
+        The columns ``[K, dim]``, of which this process may have parts, and the function that writes
+        a product in the same kind. Autograd follows both.
 
     Raises:
         ValueError: If shapes or names are not those of ``space``, or a value is not finite.
         TypeError: If the vectors are complex, or of an unknown kind.
     """
     if isinstance(x, (LISTS, MAPPINGS)):
-        return _structure_to_columns(x, space)
-    if not isinstance(x, np.ndarray | Tensor):
+        flat, write = _from_structure(x, space), _write_structure
+    elif isinstance(x, np.ndarray | Tensor):
+        space.check_whole(
+            "a flat array or tensor with a whole vector",
+            "Pass a list or dictionary of DTensors with the parameters' placements, such as "
+            "param.grad or torch.randn_like(param). Use this package's solvers instead of SciPy's.",
+        )
+        is_array = isinstance(x, np.ndarray)
+        flat, write = (_from_numpy if is_array else _from_tensor)(x, space), _write_array
+        if flat.ndim not in (1, 2) or len(flat) != space.dim:
+            raise ValueError(
+                f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
+            )
+    else:
         raise TypeError(
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    space.check_whole(
-        "a flat array or tensor with a whole vector",
-        "Pass a list or dictionary of DTensors with the parameters' placements, such as param.grad "
-        "or torch.randn_like(param). Use this package's solvers instead of SciPy's.",
-    )
-    flat = _from_numpy(x, space) if isinstance(x, np.ndarray) else _from_tensor(x, space)
-    if flat.ndim not in (1, 2) or len(flat) != space.dim:
-        raise ValueError(
-            f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
-        )
-    columns = columns_of(flat.unsqueeze(0) if flat.ndim == 1 else flat.T, space, whole)
+    single = flat.ndim == 1
+    columns = flat.unsqueeze(0) if single else flat.T
+    check_finite(columns, space)
 
-    def from_columns(out: Columns, codomain: ParameterSpace) -> Tensor | np.ndarray:
-        rows = codomain.join_rows(out)
-        product = rows[0] if x.ndim == 1 else rows.T
-        return product.cpu().numpy() if isinstance(x, np.ndarray) else product
+    def from_columns(out: Tensor, codomain: ParameterSpace) -> Any:
+        return write(out[0] if single else out.T, codomain, type(x))
 
     return columns, from_columns
 
 
-def columns_of(rows: Tensor, space: ParameterSpace, whole: bool) -> Columns:
-    """Return vectors ``[K, dim]`` as columns of a space, or as ``{"": [K, dim]}``.
+def _write_array(out: Tensor, space: ParameterSpace, kind: type) -> Tensor | np.ndarray:
+    return out.cpu().numpy() if issubclass(kind, np.ndarray) else out
 
-    Args:
-        rows: The vectors.
-        space: Their space.
-        whole: Whether vectors that autograd does not follow are one tensor.
 
-    Raises:
-        ValueError: If a value is NaN or infinite.
-    """
-    columns = {"": rows}
-    is_finite = not_finite(columns) is None
-    if is_finite and whole and not is_followed(columns):
-        return columns
-    columns = space.split_rows(rows)
-    if not is_finite:
-        check_finite(columns)
-    return columns
+def _write_structure(out: Tensor, space: ParameterSpace, kind: type) -> Any:
+    is_named = issubclass(kind, MAPPINGS)
+    if is_named and space.is_flat:
+        return out
+    products = space.wholes(space.split_parts(out))
+    return products if is_named else list(products.values())
 
 
 def _from_numpy(x: np.ndarray, space: ParameterSpace) -> Tensor:
@@ -139,9 +132,7 @@ def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _structure_to_columns(
-    x: Sequence | Mapping, space: ParameterSpace
-) -> tuple[Columns, FromColumns]:
+def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
     values = _by_name(x, space)
     for name, shape in space.shapes.items():
         if shape not in (values[name].shape, values[name].shape[:-1]):
@@ -157,20 +148,8 @@ def _structure_to_columns(
         raise ValueError(
             f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
-    single, named = not any(counts.values()), isinstance(x, MAPPINGS)
-    columns = {name: _from_tensor(value, space) for name, value in space.parts(values).items()}
-    columns = {n: x.unsqueeze(0) if single else x.movedim(-1, 0) for n, x in columns.items()}
-    check_finite(columns)
-
-    def from_columns(out: Columns, codomain: ParameterSpace) -> Any:
-        if named and codomain.is_flat:
-            rows = codomain.join_rows(out)
-            return rows[0] if single else rows.T
-        products = {n: out[n][0] if single else out[n].movedim(0, -1) for n in codomain.names}
-        products = codomain.wholes(products)
-        return products if named else list(products.values())
-
-    return columns, from_columns
+    parts = space.parts(values).items()
+    return space.join_parts({name: _from_tensor(value, space) for name, value in parts})
 
 
 def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
@@ -212,13 +191,13 @@ def _check_real(is_complex: bool) -> None:
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
 
 
-def check_finite(columns: Columns) -> None:
+def check_finite(columns: Tensor, space: ParameterSpace) -> None:
     """Refuse vectors that are not finite.
 
     Raises:
         ValueError: If a value is NaN or infinite.
     """
-    name = not_finite(columns)
+    name = space.not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

@@ -1,8 +1,7 @@
 """The base class of all operators over a data set."""
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import cache, partial
 from threading import get_ident
@@ -16,9 +15,9 @@ from curvlinops.autodiff.model import train_flags, wrap_model
 from curvlinops.autodiff.parameters import check_complete, split_blocks
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import Loss, wrap_loss
-from curvlinops.risk.agreement import COMPARES_ALWAYS, checksums_of, description
+from curvlinops.risk.agreement import description
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW, BatchProblem
 from curvlinops.risk.checks.coupling import report_batch_statistics
 from curvlinops.risk.checks.first_batch import check_first_batch
@@ -33,7 +32,7 @@ from curvlinops.risk.linearization import (
 )
 from curvlinops.support.arguments import as_device, check_count, check_flag
 from curvlinops.support.torch_modes import exclusive, in_default_modes
-from curvlinops.team.team import Task, Team, team_of
+from curvlinops.team.team import Team, Totals, team_of
 
 
 @dataclass(eq=False, repr=False)
@@ -134,7 +133,7 @@ class DataLinearOperator(TorchLinearOperator):
             self._first_output: Tensor | None = None  # a tensor like it, if it was checked
             self._check_shards()
             self._check_options()
-        with self._together("__init__", blocks=self._blocks), exclusive():
+        with self._together("__init__", with_values=True, blocks=self._blocks), exclusive():
             self._check_model()
         super().__init__(*self._spaces())
 
@@ -169,31 +168,44 @@ class DataLinearOperator(TorchLinearOperator):
     def _team(self) -> Team:
         return self.risk.peers.in_step
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        num_columns, codomain = next(iter(columns.values())).shape[0], self.space.restricted(wanted)
+    def _apply(self, columns: Tensor) -> Tensor:
+        num_columns, domain, codomain = len(columns), self.domain, self.codomain
         both = (
-            ([n for n in b if n in columns], [n for n in b if n in wanted]) for b in self._blocks
+            ([n for n in b if n in domain.shapes], [n for n in b if n in codomain.shapes])
+            for b in self._blocks
         )
         both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         with self.risk.ranks.sending():
-            flat = codomain.empty(num_columns).zero_()
-            out = codomain.split_rows(flat)
-        with self._together("matmat", columns, wanted=list(wanted)) as task:
-            columns = task.columns
+            out = codomain.zeros(num_columns)
+        V, sums, names = domain.views(columns), codomain.views(out), list(codomain.shapes)
+        with (
+            self.risk.adding.summing(V, out, codomain),
+            self._together("matmat", columns, wanted=names) as totals,
+        ):
             if num_columns == 0 or not both:
                 return out
-            with (
-                self.risk.adding.summing(columns, flat, codomain),
-                self._built(partial(self._prepare, num_products=num_columns * len(both))) as built,
-            ):
+            build = partial(self._prepare, num_products=num_columns * len(both))
+            with self._built(build) as built:
                 for linear in built:
                     for inputs, outputs in both:
-                        V, products = {n: columns[n] for n in inputs}, {n: out[n] for n in outputs}
-                        share = linear.apply(V, products)
-                    task.totals["weight"] += share
-        flat *= self.risk.scale(task.totals["weight"])
-        self._check_finite(out, flat)
+                        share = linear.apply(
+                            {n: V[n] for n in inputs}, {n: sums[n] for n in outputs}
+                        )
+                    totals["weight"] += share
+        out *= self.risk.scale(totals["weight"])
+        self._check_finite(codomain.not_finite(out))
         return out
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> "DataLinearOperator":
+        """Return an operator that differentiates with respect to some of the parameters only.
+
+        All else, such as what is kept inside of ``linearized()``, it shares with this one.
+        """
+        part = object.__new__(type(self))
+        vars(part).update(vars(self))
+        part.domain, part.codomain, part.shape = columns, rows, (rows.dim, columns.dim)
+        part.self_adjoint = rows.names == columns.names
+        return part
 
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
         """Do all on a batch that does not depend on the vectors, for a number of products."""
@@ -251,7 +263,9 @@ class DataLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def _linearization(self) -> Linearization:
-        with self._team.raise_on_all_ranks(), exclusive():
+        several = self._team.size > 1  # if not, processes may be in different steps of a pass
+        comparing = self._together("linearized", with_values=True) if several else nullcontext()
+        with self._team.raise_on_all_ranks(), comparing, exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
         budget = budget_of(self.cache, self.device)
@@ -278,25 +292,22 @@ class DataLinearOperator(TorchLinearOperator):
         """Return the options that must be the same in all processes."""
         return {f"option '{name}'": x for name, x in self._settings().items() if name != "seed"}
 
-    @contextmanager
     def _together(
-        self, task: str, columns: Columns | None = None, **details: Any
-    ) -> Iterator[Task]:
+        self,
+        task: str,
+        columns: Tensor | None = None,
+        with_values: bool = False,
+        **details: Any,
+    ) -> AbstractContextManager[Totals]:
         """Let all processes pass over their data, see ``Team.task``."""
-        shared = self._shared
+        self.risk.term_size = None
 
-        def describe() -> tuple[dict[str, Any], dict[str, int]]:
-            is_known = shared is not None and shared.is_synchronized
-            with_values = not is_known or COMPARES_ALWAYS in os.environ
-            options = self._compared_options() | {"is_linearized": shared is not None}
-            same = description(self.risk, task, columns) | details | options
-            return same, checksums_of(self.risk) if with_values else {}
+        def describe() -> dict[str, Any]:
+            same = description(self.risk, task, columns, with_values)
+            return same | details | self._compared_options()
 
-        with self.risk.ranks.task(describe, columns) as current:
-            if shared is not None:
-                shared.is_synchronized = True
-            yield current
-            current.term_size = self.risk.term_size
+        space = None if columns is None else self.domain
+        return self.risk.ranks.task(describe, columns, space)
 
     def _description(self) -> list[str]:
         loss = self.risk.loss
@@ -372,9 +383,8 @@ class DataLinearOperator(TorchLinearOperator):
             self._first_output = check_first_batch(self.risk)
         self.risk.facts.train_flags = train_flags(self.risk.model.roots)
 
-    def _check_finite(self, out: Columns, flat: Tensor | None = None) -> None:
-        """Refuse a product that is not finite; ``flat`` has its numbers in one tensor."""
-        name = not_finite(out, flat)
+    def _check_finite(self, name: str | None) -> None:
+        """Refuse a product that is not finite, given the name of such a tensor, if there is one."""
         if not self.risk.any(name is not None):
             return
         if self.risk.loss is not None and not self.risk.model.shards.is_open:

@@ -75,7 +75,7 @@ class EFLinearOperator(DataLinearOperator):
         # gradients of all terms are too many to keep
         if batch_rows.num_rows != batch_rows.num_samples:
             return self._from_graph(problem, single=False)
-        rows, weight = batch_rows.written(self.space), batch_rows.weight
+        rows, weight = batch_rows.written(self.risk.space), batch_rows.weight
 
         def apply(V: Columns, out: Columns) -> Tensor:
             add_transposed(rows, multiply(rows, V), out)
@@ -111,7 +111,7 @@ class EFLinearOperator(DataLinearOperator):
         shared, num_samples = self._shared, problem.evident_samples
         if shared is None or num_samples is None or problem.space.in_parts:
             return False
-        if not shared.has_room(num_samples * self.space.dim * self.space.dtype.itemsize):
+        if not shared.has_room(num_samples * self.risk.space.dim * self.risk.space.dtype.itemsize):
             return False
         if problem.learned().prefers_rows is None:
             with preserved_rng():  # the product draws as if there was no choice
@@ -133,4 +133,4 @@ class EFLinearOperator(DataLinearOperator):
             gradient = contribution.gradient.before_pullback
             if isinstance(gradient, OuterProducts):  # others are as cheap as biases
                 operations += 4 * gradient.num_positions * gradient.entries.view.size
-        return operations > 16 * self.space.dim
+        return operations > 16 * self.risk.space.dim

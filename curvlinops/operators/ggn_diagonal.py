@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.space import Columns, add
+from curvlinops.linear_operator.space import Columns, add, not_finite
 from curvlinops.operators.vectors import (
     check_sampling,
     hessian_roots,
@@ -70,7 +70,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         return backward.capture(problem)
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        gradients, diagonal = self._capture(problem), self.space.zeros(1)
+        gradients, space = self._capture(problem), self.risk.space
+        diagonal = space.views(space.zeros(1))
         for u, last in mark_last(self._vectors(problem, gradients)):
             add_sums(diagonal, gradients.backward(u, last), lambda g: g.sum_of_squares())
         weight = gradients.weight
@@ -87,7 +88,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def structure(self) -> DiagonalLinearOperator:
         """The diagonal at this moment, as an operator that does not follow the model."""
-        return DiagonalLinearOperator(self.space.join_rows(self._columns())[0], self.space)
+        return DiagonalLinearOperator(self._apply(self.space.zeros(1) + 1.0)[0], self.space)
 
     @in_default_modes
     def trace(self) -> Tensor:
@@ -104,13 +105,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         trace, weight = (fsum(numbers) for numbers in zip(*sums, strict=True))
         trace = torch.tensor(trace, dtype=self.torch_dtype, device=self.device)
         trace *= self.risk.scale(weight)
-        self._check_finite({"": trace.reshape(1, 1)})
+        self._check_finite(not_finite({"": trace}))
         return trace
-
-    def _columns(self) -> Columns:
-        """Return the diagonal as one column."""
-        ones = self.space.split_rows(self.space.empty(1).fill_(1.0))
-        return self._apply(ones, self.space.names)
 
     def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
         """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""

@@ -1,6 +1,6 @@
 """The Jacobian of the model's outputs, and its transpose."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops.layers.gradients import merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
@@ -73,7 +73,7 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _row_by_row(self) -> Tensor:
         """Return the matrix from the gradients of all samples at once."""
         dense = self.domain.whole.empty(self.shape[0])
-        out = self.domain.whole.split_rows(dense)
+        out = self.domain.whole.views(dense)
         with self._batches("to_dense") as batches:
             for gradients, view in self._gradients(batches):
                 units, start = _units(gradients), 0
@@ -82,7 +82,7 @@ class JacobianLinearOperator(RowsLinearOperator):
                     last = start == len(units)
                     rows = {name: view(x)[some] for name, x in out.items()}
                     write_rows(gradients.backward(u, last), rows, lambda x: x)
-        self._check_finite(out)
+        self._check_finite(self.domain.whole.not_finite(dense))
         return dense
 
     def _gradients(
@@ -107,11 +107,11 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         return self.risk.space, self._rows(), False
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+    def _apply(self, columns: Tensor) -> Tensor:
         return self._push(columns, self.codomain)
 
-    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return self._vjp(columns, self.codomain, wanted)
+    def _apply_transpose(self, columns: Tensor) -> Tensor:
+        return self._vjp(columns, self.codomain)
 
 
 def TransposedJacobianLinearOperator(

@@ -1,6 +1,6 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,8 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
-from curvlinops.linear_operator.space import Columns, ParameterSpace
-from curvlinops.linear_operator.vectors import is_followed, to_columns
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.linear_operator.vectors import is_followed, read
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.identity import Identity, identity_of, numbers_in
 from curvlinops.operators.rows import (
@@ -247,17 +247,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         batch_rows = self._rows_of(problem)
         rows = batch_rows.written(self.domain)
         tensors = tuple(rows.values())
-        return Linear(lambda U, out: add_transposed(rows, U[""], out), tensors, batch_rows.num_rows)
+        return Linear(lambda U, out: add_transposed(rows, U, out), tensors, batch_rows.num_rows)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return {"": self._chosen(self._push(columns, self._all)[""].T).T}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self._chosen(self._push(columns, self._all).T).T
 
-    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+    def _apply_transpose(self, columns: Tensor) -> Tensor:
         if self._indices is not None:
-            rows = self._all.zeros(len(columns[""]))
-            rows[""].index_add_(1, self._indices, columns[""])
-            columns = rows
-        return self._vjp(columns, self._all, wanted)
+            columns = self._all.zeros(len(columns)).index_add_(1, self._indices, columns)
+        return self._vjp(columns, self._all)
 
     def _by_batch(
         self, task: str, of: Callable[[BatchProblem], Tensor], done: Tensor | None = None
@@ -340,10 +338,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             self._check_number(shape_of(columns)[0])
         vectors = columns if is_whole else self.risk.model.shards.whole(columns)
         of = self._scoring(vectors, is_vector, per_position)
-        if is_followed({n: x for n, x in columns.items() if isinstance(x, Tensor)}):
+        if not is_whole and any(map(is_followed, columns.values())):
             if per_position or out is not None:
                 raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
-            scores = self._multiply_columns(columns)[""].T
+            scores = self._multiply(read(P, self.domain)[0]).T
             return scores[:, 0] if is_vector else scores
         num_columns, like = shape_of(columns)
         empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
@@ -379,9 +377,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             if P.shapes != dict(self.domain.shapes):
                 raise ValueError("The vectors of low rank are of other parameters than the rows.")
             return P.columns, P.is_vector
-        columns, from_columns = to_columns(P, self.domain)
-        written = from_columns(self.codomain.zeros(1), self.codomain)
-        return columns, (written[0] if isinstance(written, list) else written).ndim == 1
+        columns, write = read(P, self.domain)
+        written = write(self.codomain.zeros(1), self.codomain)
+        is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
+        return self.domain.views(columns), is_vector
 
     def _chosen_of(self, batch_rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return where wanted rows of a batch are in the result, and which rows of it they are."""
@@ -425,7 +424,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         columns, is_vector = self._read(P)
         if isinstance(P, LowRankColumns):
             raise ValueError("The vectors have a low rank already.")
-        if is_followed(columns):
+        if any(map(is_followed, columns.values())):
             raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
         return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
@@ -435,9 +434,9 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``."""
         space = self.domain.whole
-        return self._chosen(
-            space.join_rows(self._write(space.split_rows(space.empty(self._all.dim))))
-        )
+        rows = space.empty(self._all.dim)
+        self._write(space.views(rows))
+        return self._chosen(rows)
 
     def to_dense(self) -> Tensor:
         """Return the matrix, ``[N, D]``; the same as ``dense``, of any size."""
@@ -460,14 +459,14 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             for pieces, view in self._gradients(batches):
                 write_rows(pieces, out, view)
         out = {name: out[name] for name in self.domain.names}
-        self._check_finite(out)
+        self._check_finite(not_finite(out))
         return out
 
     @in_default_modes
     @together
     def norms(self) -> Tensor:
         """Return the norm of each row, ``[N]``."""
-        squares = self._all.zeros(1)[""][0]
+        squares = self._all.zeros(1)[0]
         with self._batches("norms") as batches:
             for pieces, view in self._gradients(batches):
                 for samples, gradients in pieces:
@@ -516,11 +515,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     ) -> Tensor:
         """Return sums over samples, ``[num, *parameter]``, divided by N."""
         out = space.zeros(num)
+        sums = space.views(out)
         with self._batches(name) as batches:
             for pieces, _ in self._gradients(batches):
-                add_sums(out, pieces, of)
-        self._check_finite(out)
-        return space.join_rows(out) / self.shape[0]
+                add_sums(sums, pieces, of)
+        self._check_finite(space.not_finite(out))
+        return out / self.shape[0]
 
     def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[GradientsOfRows]:
         """Yield gradients of V vectors and N samples, and which of all rows they are."""
@@ -537,8 +537,8 @@ def _adding(
 ) -> Linear:
     """Return a function that adds products ``[K, M]`` to columns."""
 
-    def apply(V: Columns, out: Columns) -> None:
-        out[""] += multiply(V)
+    def apply(V: Columns, out: Tensor) -> None:
+        out += multiply(V)
 
     return Linear(apply, tensors, num_rows)
 

@@ -1,6 +1,6 @@
 """Operators with a row for each output, sample or term: products with the outputs' Jacobian."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from math import prod
@@ -13,7 +13,7 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.gram import gram
 from curvlinops.linear_operator.operator import Product, TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
@@ -86,8 +86,8 @@ class RowsLinearOperator(DataLinearOperator):
         """
         return (self._num_rows(problem, output),)
 
-    def _apply_transpose(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        """Multiply row vectors by the transpose, see ``_apply``."""
+    def _apply_transpose(self, columns: Tensor) -> Tensor:
+        """Multiply columns by the transpose, see ``_apply``."""
         raise NotImplementedError
 
     def _transposed(self) -> "TransposedLinearOperator":
@@ -134,12 +134,12 @@ class RowsLinearOperator(DataLinearOperator):
         return jacobian(problem, head, self.chunk_size)
 
     def _linearize_transpose(self, problem: BatchProblem) -> Linear:
-        """Prepare transposed products on a batch, of vectors ``{"": [K, M]}``."""
+        """Prepare transposed products on a batch, of columns ``[K, M]``."""
         transposed, output = transposed_jacobian(problem, self.chunk_size)
         up = self._row_maps(problem, output)[1]
 
-        def add_rows(U: Columns, out: Columns) -> None:
-            transposed.apply(up.apply(U[""]), out)
+        def add_rows(U: Tensor, out: Columns) -> None:
+            transposed.apply(up.apply(U), out)
 
         tensors = transposed.tensors + up.tensors
         return Linear(add_rows, tensors, self._num_rows(problem, output))
@@ -164,40 +164,40 @@ class RowsLinearOperator(DataLinearOperator):
         )
 
     @together
-    def _push(self, columns: Columns, rows: ParameterSpace) -> Columns:
-        """Multiply parameter vectors, which are zero outside of ``columns``."""
-        num_columns = next(iter(columns.values())).shape[0]
+    def _push(self, columns: Tensor, rows: ParameterSpace) -> Tensor:
+        """Multiply columns of parameters, ``[K, dim]``; return those of rows."""
+        num_columns = len(columns)
         self._check_number(num_columns)
         out = rows.zeros(num_columns)
         if num_columns == 0:
             return out
-        flat_out, build = rows.join_rows(out), partial(self._prepare, num_products=num_columns)
-        with self.risk.adding.sharing(columns), self._built(build) as batches:
+        V, build = self.domain.views(columns), partial(self._prepare, num_products=num_columns)
+        with self.risk.adding.sharing(V), self._built(build) as batches:
             slices = RowSlices(rows.dim)
             for linear in slices.of(batches):
-                linear.apply(columns, {"": flat_out[:, slices.next(linear.num_rows)]})
-        self._check_finite(out)
+                linear.apply(V, out[:, slices.next(linear.num_rows)])
+        self._check(out)
         return out
 
     @together
-    def _vjp(self, columns: Columns, rows: ParameterSpace, names: Sequence[str]) -> Columns:
-        """Multiply row vectors by the transpose, for the parameters ``names``."""
-        U, space = rows.join_rows(columns), self.risk.space.restricted(names)
-        self._check_number(U.shape[0])
-        out = space.zeros(U.shape[0])
-        if U.shape[0] == 0:
+    def _vjp(self, columns: Tensor, rows: ParameterSpace) -> Tensor:
+        """Multiply columns of rows by the transpose."""
+        num_columns, space = len(columns), self.domain
+        self._check_number(num_columns)
+        out = space.zeros(num_columns)
+        if num_columns == 0:
             return out
 
         def build(problem: BatchProblem, is_kept: bool) -> Linear:
             return self._linearize_transpose(problem)
 
         # of the rows of all processes
-        summing = self.risk.adding.summing({}, space.join_rows(out), space)
+        summing, sums = self.risk.adding.summing({}, out, space), space.views(out)
         with summing, self._built(build, "rmatmat") as batches:
             slices = RowSlices(rows.dim)
             for linear in slices.of(batches):
-                linear.apply({"": U[:, slices.next(linear.num_rows)]}, out)
-        self._check_finite(out)
+                linear.apply(columns[:, slices.next(linear.num_rows)], sums)
+        self._check_finite(space.not_finite(out))
         return out
 
     def _check_number(self, num_columns: int) -> None:
@@ -227,7 +227,7 @@ class RowsLinearOperator(DataLinearOperator):
         return out
 
     def _check(self, out: Tensor) -> None:
-        self._check_finite({"": out.reshape(1, -1)})
+        self._check_finite(not_finite({"": out}))
 
 
 class TransposedLinearOperator(TorchLinearOperator):
@@ -244,8 +244,11 @@ class TransposedLinearOperator(TorchLinearOperator):
     def _operands(self) -> tuple[TorchLinearOperator, ...]:
         return (self.operator,)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return self.operator._apply_transpose(columns, wanted)
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self.operator._apply_transpose(columns)
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        return self.operator._part(columns, rows)._transposed()
 
     def _transposed(self) -> RowsLinearOperator:
         return self.operator

@@ -12,10 +12,11 @@ from curvlinops.layers.fallback import LossesOneByOne, UnequalRowsError
 from curvlinops.layers.gradients import LowRank, Piece, write_rows
 from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add, flat
+from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.losses.base import DependentLossError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate
+from curvlinops.support.columns import flat
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng

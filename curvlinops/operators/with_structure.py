@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from curvlinops.linear_operator.operator import Multiple, TorchLinearOperator
+from curvlinops.linear_operator.operator import Combined, TorchLinearOperator
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.structured.base import StructuredLinearOperator
 
@@ -32,8 +32,8 @@ class StructuredDataLinearOperator(DataLinearOperator):
     ``structure``.
     """
 
-    __mul__: ClassVar[Multiple[StructuredLinearOperator]]  # no options of a dataclass
-    __rmul__: ClassVar[Multiple[StructuredLinearOperator]]
+    __mul__: ClassVar[Combined[StructuredLinearOperator]]  # no options of a dataclass
+    __rmul__: ClassVar[Combined[StructuredLinearOperator]]
 
     @property
     @abstractmethod

@@ -1,33 +1,44 @@
 """Facts about which all processes of a risk must agree."""
 
+import os
 from typing import Any
 
 from torch import Tensor, nn
 
-from curvlinops.linear_operator.space import Columns
 from curvlinops.support.digest import checksum
 from curvlinops.support.torch_internals import distributed_tensors
 
-#: If this environment variable is set, products compare parameters in ``linearized()``, too.
+#: If this environment variable is set, each product compares the values of parameters.
 COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"
 
 
-def description(risk: Any, task: str, columns: Columns | None = None) -> dict[str, Any]:
-    """Return the operation, and the shapes and dtypes of its parameters and vectors."""
-    params, sharded = risk.model.params, risk.model.shards.params
-    vectors = {name: x for name, x in (columns or {}).items() if name not in sharded}
+def description(
+    risk: Any, task: str, columns: Tensor | None = None, with_values: bool = False
+) -> dict[str, Any]:
+    """Return what must be the same in all processes, by name.
+
+    Args:
+        risk: The ``EmpiricalRisk``.
+        task: What the processes do.
+        columns: The vectors that are multiplied.
+        with_values: Whether to compare the values of parameters and buffers, frozen ones included,
+            sharded ones not. If not, only their shapes and dtypes.
+    """
+    values = numbers_of(risk) if with_values or COMPARES_ALWAYS in os.environ else {}
     return {
         "operation": f"{risk.name}.{task}",
         "loss": None if risk.loss is None else risk.loss.description,
-        **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in params.items()},
-        **{f"vectors for '{n}'": tuple(x.shape) for n, x in vectors.items()},
-        "the order of parameters": list(params),
+        **{f"parameter '{n}'": (tuple(x.shape), x.dtype) for n, x in risk.model.params.items()},
+        "the order of parameters": list(risk.model.params),
+        "the number of vectors": None if columns is None else len(columns),
+        "the length of the outputs' last axis, so that their mean is not defined (use "
+        "reduction='sum', or data that agree)": risk.term_size,
+        **{
+            f"the values of {name} (make them equal, e.g. with torch.distributed.broadcast, or as "
+            "DistributedDataParallel does)": checksum(x)
+            for name, x in values.items()
+        },
     }
-
-
-def checksums_of(risk: Any) -> dict[str, int]:
-    """Return checksums of parameters and buffers, frozen ones included, sharded ones not."""
-    return {name: checksum(x) for name, x in numbers_of(risk).items()}
 
 
 def numbers_of(risk: Any, sharded: bool = False) -> dict[str, Tensor]:

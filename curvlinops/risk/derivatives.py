@@ -64,7 +64,7 @@ def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor
         with problem.formulas():
             loss, weight = head(output)
         grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
-    out = problem.space.zeros(1)
+    out = problem.space.views(problem.space.zeros(1))
     add(out, 0, grads)
     return loss.detach(), out, weight
 
@@ -91,7 +91,7 @@ def transposed_jacobian(
     def apply(U: Tensor, out: Columns) -> None:
         inputs = {name: leaves[name] for name in out}
         cotangents = {"": U.reshape(U.shape[0], *output.shape)}
-        for rows, part in chunks(cotangents, {"": output.dtype}, inputs):
+        for rows, part in chunks(cotangents, inputs):
             add(out, rows, part)
 
     return _kept(evaluation, Linear(apply, (output,))), output.detach()
@@ -143,10 +143,10 @@ def jacobian(
         chunk_size: See ``hessian``.
 
     Returns:
-        An ``Apply`` that adds to ``{"": [K, M]}``, and returns nothing.
+        A function ``apply(V, out)`` that adds to ``[K, M]``, in place.
     """
     with problem.recording("twice") as recording, explained():
-        evaluation, leaves, output = recording
+        evaluation, _, output = recording
         linear_map, num_rows = head(output.detach())
         jvp = _double_vjp(problem, recording)
 
@@ -154,11 +154,10 @@ def jacobian(
     chunks = in_chunks(
         lambda v: {"": linear_map(jvp(v))}, chunk_size, tensors, problem.model.shards
     )
-    dtypes = _dtypes(leaves)
 
-    def apply(V: Columns, out: Columns) -> None:
-        for rows, part in chunks(V, dtypes):
-            add(out, rows, part)
+    def apply(V: Columns, out: Tensor) -> None:
+        for rows, part in chunks(V):
+            out[rows] += part[""]
 
     return _kept(evaluation, Linear(apply, tensors, num_rows))
 
@@ -233,10 +232,9 @@ def _by_columns(
     def linear(recording: Recording) -> Linear:
         (product, weight), leaves = prepare(recording), recording.leaves
         chunks = in_chunks(product.apply, chunk_size, product.tensors, problem.model.shards)
-        dtypes = _dtypes(leaves)
 
         def apply(V: Columns, out: Columns) -> Tensor:
-            for rows, part in chunks(V, dtypes, {name: leaves[name] for name in out}):
+            for rows, part in chunks(V, {name: leaves[name] for name in out}):
                 add(out, rows, part)
             return weight
 
@@ -262,10 +260,6 @@ def _kept(evaluation: Evaluation, product: Linear) -> Linear:
             return product.apply(V, out)
 
     return Linear(apply, product.tensors + copies, product.num_rows)
-
-
-def _dtypes(leaves: Tensors) -> dict[str, torch.dtype]:
-    return {name: leaf.dtype for name, leaf in leaves.items()}
 
 
 # --- a single Gauss-Newton product, by forward mode

@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 from curvlinops.autodiff.model import Model, train_flags
 from curvlinops.linear_operator.sharded_space import space_of
-from curvlinops.linear_operator.space import Columns, add, not_finite
+from curvlinops.linear_operator.space import Columns, add
 from curvlinops.losses.base import Loss
-from curvlinops.risk.agreement import checksums_of, description
+from curvlinops.risk.agreement import description
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
 from curvlinops.risk.derivatives import gradient
@@ -179,25 +179,24 @@ class EmpiricalRisk:
         """
         name, team = "gradient_and_loss", self.adding
         with team.sending():
-            total = self.space.zeros(1)
+            self.term_size, flat = None, self.space.zeros(1)
+            total = self.space.views(flat)
         with (
-            team.task(lambda: (description(self, name), checksums_of(self))) as task,
-            team.summing({}, self.space.join_rows(total), self.space),
+            team.summing({}, flat, self.space),
+            team.task(lambda: description(self, name)) as totals,
             self.batches(name) as batches,
         ):
             for problem in batches:
                 value, columns, share = gradient(problem, problem.loss_sum)
                 problem.check_finite(value, columns)
-                task.totals["loss"] += value
-                task.totals["weight"] += share
+                totals["loss"] += value
+                totals["weight"] += share
                 add(total, slice(None), columns)
-            task.term_size = self.term_size
-        loss = task.totals["loss"].to(value.dtype)
-        scale = self.scale(task.totals["weight"])
-        for column in total.values():
-            column *= scale
+        loss = totals["loss"].to(value.dtype)
+        scale = self.scale(totals["weight"])
+        flat *= scale
         if self.model.shards.params:
-            parameter = not_finite(total)
+            parameter = self.space.not_finite(flat)
             if self.any(parameter is not None):
                 where = "" if parameter is None else f" in parameter '{parameter}'"
                 raise ValueError(f"The gradient is not finite{where}, though the loss is.")

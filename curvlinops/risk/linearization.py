@@ -74,7 +74,6 @@ class Linearization:
 
     Attributes:
         is_open: Whether the context was not left.
-        is_synchronized: Whether parameters and buffers were compared between processes.
     """
 
     def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
@@ -89,7 +88,7 @@ class Linearization:
         #: The work of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
-        self.is_open, self.is_synchronized = True, False
+        self.is_open = True
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.operator import Multiple, PowerLinearOperator, TorchLinearOperator
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.operator import Combined, PowerLinearOperator, TorchLinearOperator
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
@@ -36,8 +36,8 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     T: "StructuredLinearOperator"
     H: "StructuredLinearOperator"
-    __mul__: Multiple["StructuredLinearOperator"]
-    __rmul__: Multiple["StructuredLinearOperator"]
+    __mul__: Combined["StructuredLinearOperator"]
+    __rmul__: Combined["StructuredLinearOperator"]
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         num = 1 if num_samples is None else check_count("num_samples", num_samples, at_least=0)
         generator = read_generator(self.device, seed, generator)
         z = self.domain.draw(num, lambda x: x.normal_(generator=generator))
-        draws = self.domain.join_rows(self._multiply_root(self.domain.split_rows(z)))
+        draws = self._multiply_root(z)
         return self.domain.vectors(draws[0] if num_samples is None else draws.T)
 
     # --- files and devices
@@ -285,11 +285,6 @@ class StructuredLinearOperator(TorchLinearOperator):
     #: The number c if the operator is c times the identity.
     _multiple: float | None = None
 
-    def _apply_rows(self, rows: Tensor) -> Tensor:
-        """Multiply vectors ``[K, dim]``."""
-        columns = self.domain.split_rows(rows)
-        return self.codomain.join_rows(self._apply(columns, self.codomain.names))
-
     def _parts(self, number: int) -> "Sequence[StructuredLinearOperator]":
         """Return the operator as so many equally large diagonal blocks.
 
@@ -341,7 +336,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         """
         return signed_logarithm(self._eigh(accurate=True).eigenvalues)
 
-    def _multiply_root(self, columns: Columns) -> Columns:
+    def _multiply_root(self, columns: Tensor) -> Tensor:
         """Multiply by a matrix R with ``R R^T`` equal to the operator."""
         return self.eigh()._multiply_root(columns)
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.kronecker import EighDecomposedLinearOperator
 from curvlinops.structured.layout import Layout, ParameterView, in_whole
+from curvlinops.support.columns import flat
 from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
 from curvlinops.support.serialization import recorded
@@ -187,10 +188,6 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _team(self) -> Team:
         return largest([super()._team, self.ranks.in_step])
 
-    def _agreed(self, columns: Columns) -> Columns:
-        """Return vectors that are the same on all processes, unless these have parts of them."""
-        return columns if self.domain.in_parts else self.ranks.agreed(columns)
-
     def _complete(self, numbers: Tensor) -> Tensor:
         """Return numbers of all blocks, given numbers that are zero for other processes' blocks."""
         return self.ranks.add(numbers)
@@ -203,80 +200,52 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     # --- vectors
 
-    @property
-    def _takes_whole(self) -> bool:
-        return not self.domain.in_parts
-
     @cached_property
-    def _in_whole(self) -> list[Layout]:
-        """The layouts in vectors that are one tensor."""
-        return [in_whole(layout, self.domain) for layout in self._layouts]
+    def _in_rows(self) -> list[tuple[ParameterSpace, Layout]]:
+        """Where the entries of each block are in columns ``[K, dim]`` of a space.
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        if "" in columns or len(columns) == len(wanted) == len(self.domain.shapes):
-            return self._apply_all(columns)
-        return self._apply_some(columns, wanted)
+        It is the space of all parameters; if processes have parts of these, that of the block's,
+        which are gathered.
+        """
+        space = self.domain
+        spaces = [
+            space.restricted([name for name in space.names if name in layout.names])
+            if space.in_parts
+            else space
+            for layout in self._layouts
+        ]
+        pairs = zip(self._layouts, spaces, strict=True)
+        return [(some, in_whole(layout, some.whole)) for layout, some in pairs]
 
-    def _apply_all(self, columns: Columns) -> Columns:
-        """Multiply vectors by all blocks."""
-        columns = self._agreed(columns)
-        rows = columns.get("")
-        if rows is None and not self.domain.in_parts:
-            rows = self.domain.joined_view(columns)
-        layouts = self._layouts if rows is None else self._in_whole
-        source = columns if rows is None else {"": rows}
-        out = self._joined(
-            block._apply_rows(self._gathered(layout, source))
-            for block, layout in zip(self._stacks, layouts, strict=True)
+    def _apply(self, columns: Tensor) -> Tensor:
+        if not self.domain.in_parts:
+            self.ranks.check_same(columns)
+        return self._joined(
+            block._apply(layout.gather(self._gathered(columns, space)))
+            for block, (space, layout) in zip(self._stacks, self._in_rows, strict=True)
         )
-        return {"": out} if "" in columns else self.domain.split_rows(out)
+
+    def _gathered(self, columns: Tensor, space: ParameterSpace) -> Tensor:
+        """Return columns of whole parameters of a block, ``[K, space.dim]``."""
+        if not self.domain.in_parts:
+            return columns
+        parts = self.domain.views(columns)
+        return torch.cat([flat(self.domain.gather(n, parts[n])) for n in space.names], 1)
 
     def _joined(self, vectors: Iterable[Tensor]) -> Tensor:
-        """Return vectors as rows, given those of the blocks, ``[K, D_b]`` each."""
-        space, rows = self.domain, None
-        for layout, some in zip(
-            self._layouts if space.in_parts else self._in_whole, vectors, strict=True
-        ):
-            if rows is None:
-                rows = space.empty(len(some))
-                out = space.split_rows(rows.zero_()) if space.in_parts else {"": rows}
-            self._write(layout, some, out)
-        return rows if space.in_parts else self._complete(rows)
-
-    def _gathered(self, layout: Layout, columns: Columns) -> Tensor:
-        """Return the vectors of a block, given vectors that may be spread over processes."""
-        if self.domain.in_parts:
-            names = [name for name in columns if name in layout.names]  # in the same order
-            columns = {name: self.domain.gather(name, columns[name]) for name in names}
-        return layout.gather(columns)
-
-    def _write(self, layout: Layout, vectors: Tensor, out: Columns) -> None:
-        """Write the vectors of a block to vectors that may be spread over processes."""
-        if not self.domain.in_parts:
-            layout.write(vectors, out)
-            return
-        shapes = {name: (len(vectors), *self.domain.shapes[name]) for name in layout.names}
-        wholes = {name: vectors.new_zeros(shape) for name, shape in shapes.items()}
-        layout.write(self._complete(vectors), wholes)
-        for name, whole in wholes.items():  # of which another block may have other entries
-            out[name] += self.domain.part(name, whole)
-
-    def _apply_some(self, columns: Columns, names: Sequence[str]) -> Columns:
-        """Multiply some tensors of vectors, by blocks that some tensors of the product need."""
-        blocks = [
-            (block, layout)
-            for block, layout in self._pairs
-            if layout.names & columns.keys() and not layout.names.isdisjoint(names)
-        ]
-        wanted = set(names).union(*(layout.names for _, layout in blocks))
-        # processes gather in this order, and have other orders of a set
-        needed = [name for name in self.domain.names if name in wanted]
-        columns = self.domain.fill(self._agreed(columns), needed)
-        out = self.domain.restricted(needed).zeros(len(next(iter(columns.values()))))
-        for block, layout in blocks:
-            self._write(layout, block._apply_rows(self._gathered(layout, columns)), out)
-        is_complete = self.domain.in_parts
-        return {n: out[n] if is_complete else self._complete(out[n]) for n in names}
+        """Return columns, given those of the blocks, ``[K, D_b]`` each."""
+        out, in_parts = None, self.domain.in_parts
+        for (space, layout), some in zip(self._in_rows, vectors, strict=True):
+            if out is None:
+                out = self.domain.zeros(len(some)) if in_parts else self.domain.empty(len(some))
+            if not in_parts:
+                layout.write(some, out)
+                continue
+            whole = some.new_zeros(len(some), space.dim)
+            layout.write(self._complete(some), whole)
+            for name, x in space.whole.views(whole).items():  # other blocks may have other entries
+                out[:, self.domain.slice(name)] += flat(self.domain.part(name, x))
+        return out if in_parts else self._complete(out)
 
     # --- quantities
 
@@ -372,11 +341,11 @@ class RemoteLinearOperator(StructuredLinearOperator):
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device):
         super().__init__(ParameterSpace.flat(dim, dtype, device))
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return {"": torch.zeros_like(columns[""])}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return torch.zeros_like(columns)
 
     def _diagonal(self) -> Tensor:
-        return self.domain.zeros(1)[""][0]
+        return self.domain.zeros(1)[0]
 
     def _norm(self) -> Tensor:
         return self._trace()

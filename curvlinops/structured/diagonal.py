@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.sharded_space import space_of
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, identity
@@ -62,10 +62,8 @@ class DiagonalLinearOperator(KnownEigenvalues):
     def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
         return isinstance(other, DiagonalLinearOperator)
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        diagonal = self.domain.split_rows(self.eigenvalues.unsqueeze(0))
-        columns = self.domain.fill(columns, wanted)
-        return {name: column * diagonal[name] for name, column in columns.items()}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return columns * self.eigenvalues
 
     def _diagonal(self) -> Tensor:
         return self.eigenvalues.clone()
@@ -153,9 +151,8 @@ class IdentityLinearOperator(StructuredLinearOperator):
         part = ParameterSpace.flat(size, space.dtype, space.device)
         return [IdentityLinearOperator(part, self.scalar)] * number
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        columns = self.domain.fill(columns, wanted)
-        return {name: self.scalar * column for name, column in columns.items()}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self.scalar * columns
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self.torch_dtype, device=self.device)

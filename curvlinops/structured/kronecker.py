@@ -13,7 +13,7 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor, multiply, name_of_factor, slogdet
 from curvlinops.structured.linalg import (
@@ -122,28 +122,22 @@ class EighDecomposedLinearOperator(KnownEigenvalues):
         values, vectors = self.eigenvalues.tensor_split(number), self.eigenvectors._parts(number)
         return list(map(EighDecomposedLinearOperator, values, vectors))
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
+    def _apply(self, columns: Tensor) -> Tensor:
         # columns get a new value at each step, so that the memory of the old one is free
-        columns = self._transposed_eigenvectors._apply(columns, self.domain.names)
-        columns = self._scale(columns, self.eigenvalues)
-        return self.eigenvectors._apply(columns, wanted)
+        columns = self._transposed_eigenvectors._apply(columns)
+        columns = columns * self.eigenvalues
+        return self.eigenvectors._apply(columns)
 
     @cached_property
     def _transposed_eigenvectors(self) -> StructuredLinearOperator:
         return self.eigenvectors._adjoint()
 
-    def _multiply_root(self, columns: Columns) -> Columns:
-        columns = self._scale(columns, power(self.eigenvalues, 0.5))
-        return self.eigenvectors._apply(columns, self.domain.names)
-
-    def _scale(self, columns: Columns, diagonal: Tensor) -> Columns:
-        """Multiply columns by a diagonal matrix."""
-        scales = self.domain.split_rows(diagonal.unsqueeze(0))
-        return {name: column * scales[name] for name, column in columns.items()}
+    def _multiply_root(self, columns: Tensor) -> Tensor:
+        return self.eigenvectors._apply(columns * power(self.eigenvalues, 0.5))
 
     def _diagonal(self) -> Tensor:
         squares = self.eigenvectors._squared_entries()
-        return squares._apply_rows(self.eigenvalues.unsqueeze(0))[0].clone()
+        return squares._apply(self.eigenvalues.unsqueeze(0))[0].clone()
 
     @in_default_modes
     def eigh(self) -> "EighDecomposedLinearOperator":
@@ -228,8 +222,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         factors = zip(*(factor.parts(number) for factor in self._factors), strict=True)
         return [self._of(some) for some in factors]
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return {"": multiply(self._factors, self._groups, columns[""])}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return multiply(self._factors, self._groups, columns)
 
     # --- quantities: those of the factors, by group
 
@@ -411,9 +405,8 @@ class ShiftedLinearOperator(StructuredLinearOperator):
     def _make_parts(self, number: int) -> "list[ShiftedLinearOperator]":
         return [ShiftedLinearOperator(part, self.shift) for part in self.operator._parts(number)]
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        products = self.operator._apply(columns, wanted)
-        return {"": torch.add(products[""], columns[""], alpha=self.shift)}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return torch.add(self.operator._apply(columns), columns, alpha=self.shift)
 
     def _trace(self) -> Tensor:
         return self.operator._trace() + self.shift * self.domain.dim
@@ -507,8 +500,8 @@ class SumOfKroneckersLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self._terms, self.max_dense_dim
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        return {"": reduce(torch.add, [term._apply(columns, wanted)[""] for term in self._terms])}
+    def _apply(self, columns: Tensor) -> Tensor:
+        return reduce(torch.add, [term._apply(columns) for term in self._terms])
 
     def _trace(self) -> Tensor:
         return reduce(torch.add, [term._trace() for term in self._terms])
@@ -671,24 +664,23 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
     def _record(self) -> tuple:
         return self.values, self.basis, self.dual
 
-    def _apply(self, columns: Columns, wanted: Sequence[str]) -> Columns:
-        products = self._transposed_basis._apply(columns, wanted)[""]
-        return self.basis._apply({"": products * self.values}, wanted)
+    def _apply(self, columns: Tensor) -> Tensor:
+        return self.basis._apply(self._transposed_basis._apply(columns) * self.values)
 
     @cached_property
     def _transposed_basis(self) -> StructuredLinearOperator:
         return self.basis._adjoint()
 
-    def _multiply_root(self, columns: Columns) -> Columns:
-        return self.basis._apply({"": columns[""] * power(self.values, 0.5)}, [""])
+    def _multiply_root(self, columns: Tensor) -> Tensor:
+        return self.basis._apply(columns * power(self.values, 0.5))
 
     def _norm(self) -> Tensor:
         gram = self._transposed_basis._multiplied(self.basis)._squared_entries()
-        product = gram._apply_rows(self.values.unsqueeze(0))[0]
+        product = gram._apply(self.values.unsqueeze(0))[0]
         return (self.values @ product).clamp(min=0).sqrt()
 
     def _diagonal(self) -> Tensor:
-        return self.basis._squared_entries()._apply_rows(self.values.unsqueeze(0))[0]
+        return self.basis._squared_entries()._apply(self.values.unsqueeze(0))[0]
 
     def _has_eigh(self) -> bool:
         return False

@@ -9,7 +9,7 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, ParameterSpace, flat
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.support.serialization import recorded
 
 #: Length and stride of an axis.
@@ -132,9 +132,9 @@ class ParameterView:
         self.of(out).copy_(values)
         return out
 
-    def gather(self, columns: Columns) -> Tensor:
-        """Return the entries as vectors, ``[K, n]``, given those of parameters."""
-        return flat(self.of(flat(columns[self.name])))
+    def gather(self, vectors: Tensor) -> Tensor:
+        """Return the entries as vectors, ``[K, n]``, given those of the parameter."""
+        return self.of(vectors).reshape(len(vectors), self.size)
 
 
 @lru_cache(maxsize=4096)  # each batch has the same views
@@ -243,8 +243,8 @@ class Layout:
         """The parameters."""
         return frozenset(view.name for view in self.views)
 
-    def gather(self, columns: Columns) -> Tensor:
-        """Turn vectors of parameters, ``{name: [K, *shape]}``, into the block's, ``[K, n]``."""
+    def gather(self, columns: Tensor) -> Tensor:
+        """Turn columns of a space into those of the block, ``[K, n]``; see ``in_whole``."""
         if self.number > 1:
             return torch.cat([part.gather(columns) for part in self.parts], dim=1)
         sides = [view.gather(columns) for view in self.views]
@@ -254,8 +254,8 @@ class Layout:
         matrices = [x.reshape(len(x), self.rows, x.shape[1] // self.rows) for x in sides]
         return torch.cat(matrices, dim=2).flatten(1)
 
-    def write(self, vectors: Tensor, columns: Columns) -> None:
-        """Write vectors of the block, ``[K, n]``, into those of parameters: undo ``gather``."""
+    def write(self, vectors: Tensor, columns: Tensor) -> None:
+        """Write columns of the block, ``[K, n]``, into those of a space: undo ``gather``."""
         if self.number > 1:
             pieces = vectors.tensor_split(self.number, dim=1)
             for part, piece in zip(self.parts, pieces, strict=True):
@@ -266,13 +266,13 @@ class Layout:
             matrix = vectors.reshape(len(vectors), self.rows, self.size // self.rows)
             sides = matrix.split([view.size // self.rows for view in self.views], dim=2)
         for view, side in zip(self.views, sides, strict=True):
-            out = view.of(flat(columns[view.name]))
+            out = view.of(columns)
             out.copy_(side.reshape(out.shape))
 
 
 @lru_cache(maxsize=1024)  # each inverse has the same layouts
 def in_whole(layout: Layout, space: ParameterSpace) -> Layout:
-    """Return where the entries of a layout are in the vectors of a space as one tensor.
+    """Return where the entries of a layout are in columns of a space, ``[K, dim]``.
 
     Sides of equal matrices that are evenly spaced become one view.
     """

@@ -1,10 +1,10 @@
-"""Several vectors at once, as columns."""
+"""The tensors of several vectors."""
 
 from math import prod
 
 from torch import Tensor
 
-#: K vectors at once, as ``{name: [K, *shape]}``: the form in which products are computed.
+#: Views of K vectors ``[K, dim]``, by parameter, ``{name: [K, *shape]}``: what autograd takes.
 Columns = dict[str, Tensor]
 
 

@@ -2,9 +2,8 @@
 
 A team is a process alone (``Team``), processes with copies of the model (``Ranks``), or with
 shards of it and perhaps copies of these (``ShardedRanks``). All have the same methods, so that
-callers need not ask which it is. What a process has of parameters is ``Whole``, or ``Shards``:
-these gather a parameter when a module reads it, and add its gradient to a sum as soon as it is
-there.
+callers need not ask which it is. ``Shards`` are the parameters that are sharded, perhaps none: they
+gather a parameter when a module reads it, and add its gradient to a sum as soon as it is there.
 
 | file | has |
 |---|---|
@@ -19,7 +18,7 @@ there.
 
 Calls may be nested as follows.
 
-1. A product is ``task``, in it ``summing`` or ``sharing``, in it the pass over the data. There is
+1. A product is ``summing`` or ``sharing``, in it ``task``, in it the pass over the data. There is
    one ``sharing`` or ``summing`` at a time.
 2. In a pass over the data, processes are not in step: they have other numbers of batches. They call
    nothing of a team there but ``sending``. With shards, they serve each other's requests until all

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.support.columns import Columns
+from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     forward_hooks,
@@ -53,86 +54,6 @@ _WHOLE = (
     "Give each process a model with all parameters, with values as by "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
 )
-
-
-class Whole:
-    """The parameters of a model of which each process has all: nothing is gathered.
-
-    ``Shards`` has the same methods for parameters that are sharded, and describes them.
-    """
-
-    is_open = has_added = False
-    params: Mapping[str, Any] = {}
-    products: Mapping[Any, Any] = {}
-
-    def __bool__(self) -> bool:
-        """Return whether any parameter is sharded."""
-        return False
-
-    def check_training(self) -> None:
-        """Accept any module."""
-
-    def open(self) -> AbstractContextManager:
-        """Gather nothing."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        """Wait for nobody."""
-
-    def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
-        """Yield the items."""
-        return iter(items)
-
-    def find(self) -> None:
-        """Look for nothing."""
-
-    def forget(self) -> None:
-        """Free nothing."""
-
-    def is_sharded(self, tensor: Tensor | None) -> bool:
-        """Return ``False``."""
-        return False
-
-    def is_gathered(self, x: Any) -> bool:
-        """Return ``False``."""
-        return False
-
-    def source_of(self, x: Tensor) -> Tensor | None:
-        """Return ``None``."""
-
-    def differentiate(self, params: Mapping[str, Any], dtype: torch.dtype) -> None:
-        """Need not know."""
-
-    def at_columns(self, columns: slice) -> None:
-        """Need not know."""
-
-    def cotangents(self, columns: Columns, dtypes: Mapping[str, torch.dtype]) -> Columns:
-        """Return the columns."""
-        return columns
-
-    def unsummed(self, columns: Columns) -> Columns:
-        """Return the columns."""
-        return columns
-
-    def whole(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the columns."""
-        return columns
-
-    def table(
-        self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
-    ) -> dict[str, Tensor] | None:
-        """Return ``None``: a module's own table will do."""
-
-    def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
-        """Return none."""
-        return ()
-
-    def saved_by_number(self) -> AbstractContextManager:
-        """Let autograd save tensors."""
-        return nullcontext()
-
-
-WHOLE = Whole()
 
 
 class Kind(IntEnum):
@@ -168,8 +89,8 @@ _NOTHING = Request(Kind.NOTHING)
 _MEMBERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
-class Shards(Whole):
-    """The parameters of a module that ``fully_shard`` has sharded.
+class Shards:
+    """The parameters of a module that ``fully_shard`` has sharded; without arguments, none.
 
     All take part in the collectives of all requests. A process that is done takes part in rounds
     until all are done, see ``settle``. So processes may evaluate the model at different numbers of
@@ -198,7 +119,18 @@ class Shards(Whole):
             of processes, or its module needs it whole.
     """
 
-    def __init__(self, module: nn.Module, sharded: Mapping[str, Any]):
+    # what holds if no parameter is sharded
+    group, replicas, size = None, None, 1
+    params: Mapping[str, Any] = {}
+    products: Mapping[Any, Any] = {}
+    has_added = is_sharing = False
+    _numbers: Mapping[int, int] = {}
+    _gathered: Mapping[Any, tuple[int, torch.dtype]] = {}
+    _depth, _latest = 0, None
+
+    def __init__(self, module: nn.Module | None = None, sharded: Mapping[str, Any] | None = None):
+        if module is None or not sharded:
+            return
         _check_modules(module)
         groups = {name: _groups_of(name, parameter) for name, parameter in sharded.items()}
         self.group, self.replicas = next(iter(groups.values()))
@@ -229,7 +161,7 @@ class Shards(Whole):
 
     def __bool__(self) -> bool:
         """Return whether any parameter is sharded."""
-        return True
+        return self.group is not None
 
     @cached_property
     def members(self) -> Any:
@@ -274,7 +206,7 @@ class Shards(Whole):
         Raises:
             ValueError: If there is SyncBatchNorm in train mode.
         """
-        for name, child in self._module.named_modules():
+        for name, child in self._module.named_modules() if self else ():
             if isinstance(child, nn.SyncBatchNorm) and child.training:
                 raise ValueError(
                     f"Module '{name}' of a sharded model is SyncBatchNorm in train mode, in which "
@@ -291,6 +223,9 @@ class Shards(Whole):
     @contextmanager
     def open(self) -> Iterator[None]:
         """Allow gathers, in all processes. The last of them must be followed by ``settle``."""
+        if self.group is None:
+            yield
+            return
         self._depth += 1
         try:
             yield
@@ -331,7 +266,7 @@ class Shards(Whole):
             self._schedule.begin((task, len(columns)))
             return item
 
-        return map(begun, items)
+        return iter(items) if self.group is None else map(begun, items)
 
     def _round(self, own: Request, expected: tuple[Request, ...] = ()) -> list[Request]:
         """Say what this process requests; return what all request, each request once.
@@ -456,6 +391,8 @@ class Shards(Whole):
 
         Those that FSDP keeps whole until a backward pass are sharded again.
         """
+        if self.group is None:
+            return
         reshard(self._module)
         tables = (tensor_tables(module)[0] for module in modules_of([self._module]))
         present = {id(x): x for table in tables for x in dict.values(table) if x is not None}
@@ -526,16 +463,15 @@ class Shards(Whole):
         """Say which columns of vectors and sums the next backward pass is for."""
         self._columns, self.has_added = columns, False
 
-    def cotangents(self, columns: Columns, dtypes: Mapping[str, torch.dtype]) -> Columns:
-        """Return columns in which zeros without memory stand for parts of vectors."""
-        zeros = {n: torch.zeros((), dtype=dtypes[n], device=x.device) for n, x in columns.items()}
-        return {
-            n: zeros[n].expand(len(x), *self.params[n].shape) if n in self.params else x
-            for n, x in columns.items()
-        }
+    def cotangent(self, name: str, num_columns: int) -> Tensor:
+        """Return zeros without memory that stand for vectors for a parameter."""
+        parameter = self.params[name]
+        return stand_in(parameter, (num_columns, *parameter.shape))
 
     def unsummed(self, columns: Columns) -> Columns:
         """Return the gradients that were not added to sums."""
+        if not self.params:
+            return columns
         return {name: x for name, x in columns.items() if name not in self.params}
 
     def vectors(self, name: str) -> Tensor:
@@ -578,12 +514,12 @@ class Shards(Whole):
         Returns:
             The table; ``None`` if none of them is sharded.
         """
-        is_any = any(map(self.is_sharded, contents.values()))
+        is_any = self._numbers and any(map(self.is_sharded, contents.values()))
         return GatheringTable(contents, self, leaves) if is_any else None
 
     def hooks(self, module: nn.Module) -> Iterable[tuple[dict, dict]]:
         """Return a module's tables of hooks, and their replacements, see ``casting_hooks``."""
-        return casting_hooks(module)
+        return () if self.group is None else casting_hooks(module)
 
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
@@ -608,7 +544,8 @@ class Shards(Whole):
 
     def saved_by_number(self) -> AbstractContextManager:
         """Return a context in which autograd saves gathered parameters by their numbers."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        return nullcontext() if self.group is None else hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> "tuple[Tensor, int] | SavedParameter":
         if (saved := self.saved(x)) is not None:
@@ -646,6 +583,8 @@ class Shards(Whole):
 
     def _found(self, x: Tensor) -> tuple[int, torch.dtype] | None:
         """Return the number and the dtype of the parameter whose gathered values a tensor views."""
+        if not self._gathered:
+            return None
         try:
             return self._gathered.get(x.untyped_storage())
         except RuntimeError:  # it has no memory of its own
@@ -658,12 +597,16 @@ class Shards(Whole):
             return full.as_strided(saved.shape, saved.strides, saved.offset)
 
 
-def shards_of(module: nn.Module) -> Whole:
-    """Return the sharded parameters of a module, see ``Shards.find``; ``WHOLE`` if it has none."""
+#: No parameter is sharded: each process has all of them.
+WHOLE = Shards()
+
+
+def shards_of(module: nn.Module) -> Shards:
+    """Return the sharded parameters of a module, see ``Shards.find``."""
     reshard(module)
     kind = distributed_tensors()
     sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
-    return Shards(module, sharded) if sharded else WHOLE
+    return Shards(module, sharded)
 
 
 class SavedParameter(NamedTuple):

@@ -1,15 +1,14 @@
 """Processes that compute together.
 
-A product of several processes is a *task*: all say what they are about to do, each passes over its
-own data, and numbers are added up. Between two calls that communicate each process is free in how
-it computes: what it keeps, what it computes again. A process with an error still takes part in the
-next communication, so that no other process hangs.
+A product of several processes is a *task*: each passes over its own data, all say what they have
+done, and with which vectors, and if these agree numbers are added up. Between two calls that
+communicate each process is free in how it computes: what it keeps, what it computes again. A
+process with an error still takes part in the next communication, so that no other process hangs.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import fsum
 from typing import Any
@@ -18,28 +17,17 @@ import torch
 from torch import Tensor, distributed
 
 from curvlinops.support.columns import Columns, flat
-from curvlinops.support.digest import digest
+from curvlinops.support.sketch import sketch
 from curvlinops.team.collectives import empty_whole, gather_parts
 from curvlinops.team.messages import gather_objects, listed, sending_errors
-from curvlinops.team.shards import WHOLE, Whole
+from curvlinops.team.shards import WHOLE, Shards
 
-#: Returns what all processes must agree on, as texts and as checksums, by name.
-Describe = Callable[[], tuple[Mapping[str, Any], Mapping[str, int]]]
+#: Returns what all processes must have in common, by the name that a message gives it. ``None`` is
+#: not known.
+Describe = Callable[[], Mapping[str, Any]]
 
-
-@dataclass
-class Task:
-    """A pass of all processes over their data.
-
-    Attributes:
-        columns: The first process's vectors.
-        term_size: The length of the outputs' last axis, if all processes must agree on it.
-        totals: Numbers by name: those of this process inside of the context, then their sums.
-    """
-
-    columns: Columns | None = None
-    term_size: int | None = None
-    totals: dict[str, Tensor | float] = field(default_factory=lambda: defaultdict(float))
+#: Numbers by name: those of this process inside of a task, then their sums over processes.
+Totals = dict[str, Tensor | float]
 
 
 class Team:
@@ -59,7 +47,7 @@ class Team:
 
     size, rank = 1, 0
 
-    def __init__(self, group: Any = None, shards: Whole = WHOLE):
+    def __init__(self, group: Any = None, shards: Shards = WHOLE):
         self.group, self.shards = group, shards
 
     def __deepcopy__(self, memo: dict) -> "Team":
@@ -104,17 +92,12 @@ class Team:
         """Return a context whose errors are sent to the others, which gather objects next."""
         return nullcontext()
 
-    def raise_on_all_ranks(self, task: Task | None = None) -> AbstractContextManager[None]:
+    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
         """Return a context that raises an error in all processes if there is one in any.
 
         Sharded parameters can be gathered inside.
 
-        Args:
-            task: If given, the numbers of all processes are added up, and the sizes of terms must
-                agree.
-
         Raises:
-            ValueError: If they do not.
             RuntimeError: If there is an error in another process.
         """
         return nullcontext()
@@ -126,21 +109,22 @@ class Team:
     # --- passes over data
 
     def task(
-        self, describe: Describe, columns: Columns | None = None
-    ) -> AbstractContextManager[Task]:
-        """Return a context in which each process passes over its own data.
+        self, describe: Describe, columns: Tensor | None = None, space: Any = None
+    ) -> AbstractContextManager[Totals]:
+        """Return a context in which each process passes over its own data, and adds to totals.
 
-        Before the pass, all gather checksums of what is compared, after it numbers to add up.
+        Afterwards the totals are those of all, and all have done the same.
 
         Args:
             describe: Returns what must be the same.
-            columns: The vectors that are multiplied.
+            columns: The vectors that are multiplied, which must be the same up to rounding.
+            space: Their space.
 
         Raises:
-            ValueError: If processes do different things, or parameters or vectors differ.
+            ValueError: If processes do different things, or multiply different vectors.
             RuntimeError: If there is an error in another process.
         """
-        return nullcontext(Task(columns))
+        return nullcontext(defaultdict(float))
 
     def sharing(self, vectors: Columns, sums: Columns | None = None) -> AbstractContextManager:
         """Return a context in which processes share vectors and sums, see ``Shards.product``.
@@ -222,14 +206,12 @@ class Team:
         """Return a rank's tensor, written to this rank's, which must be contiguous."""
         return tensor
 
-    def agreed(self, columns: Columns) -> Columns:
-        """Return the first process's columns.
+    def check_same(self, columns: Tensor) -> None:
+        """Refuse vectors that are not the same in all processes, up to rounding.
 
         Raises:
-            ValueError: If this process's do not agree with them to rounding.
-            RuntimeError: If another process's do not.
+            ValueError: If they are not.
         """
-        return columns
 
 
 #: A process alone.
@@ -239,7 +221,7 @@ ALONE = Team()
 class Ranks(Team):
     """Processes each of which has a copy of the model, or whole parameters beside sharded ones."""
 
-    def __init__(self, group: Any, shards: Whole = WHOLE):
+    def __init__(self, group: Any, shards: Shards = WHOLE):
         super().__init__(group, shards)
         self.size, self.rank = group.size(), group.rank()
 
@@ -257,73 +239,75 @@ class Ranks(Team):
         return sending_errors(self.gather_objects)
 
     @contextmanager
-    def raise_on_all_ranks(self, task: Task | None = None) -> Iterator[None]:
-        """Gather errors at the end, and the numbers of a task."""
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Gather errors at the end."""
         with self.shards.open(), self.sending():
             yield
-            if task is None:
-                self.gather_objects(None)
-                return
-            own = {name: float(number) for name, number in task.totals.items()}
-            sizes, numbers = zip(*self.gather_objects((task.term_size, own)), strict=True)
-        for name, number in task.totals.items():
-            total = fsum(each.get(name, 0.0) for each in numbers)
-            task.totals[name] = (
-                torch.tensor(total, dtype=torch.float64, device=number.device)
-                if isinstance(number, Tensor)
-                else total
-            )
-        if len({*sizes} - {None}) > 1:
-            raise ValueError(
-                "Outputs have last axes of different lengths, so that their mean is not defined. "
-                f"Use reduction='sum', or data that agree. {listed(sizes, self.group)}"
-            )
+            self.gather_objects(None)
 
     # --- passes over data
 
     @contextmanager
-    def task(self, describe: Describe, columns: Columns | None = None) -> Iterator[Task]:
-        """Compare what the processes are about to do, and take the first one's vectors."""
-        with self.sending():
-            description, checksums = describe()
-            current = Task(self._agreed(description, checksums, columns))
-            with self.raise_on_all_ranks(current):
-                yield current
+    def task(
+        self, describe: Describe, columns: Tensor | None = None, space: Any = None
+    ) -> Iterator[Totals]:
+        """Gather at the end what each has done, its numbers, and errors."""
+        totals: Totals = defaultdict(float)
+        with self.shards.open(), self.sending():
+            yield totals
+            own = {name: float(number) for name, number in totals.items()}
+            every = self._agree(describe(), self._sketches(columns, space), own)
+        for name, number in totals.items():
+            total = fsum(each.get(name, 0.0) for each in every)
+            totals[name] = (
+                torch.tensor(total, dtype=torch.float64, device=number.device)
+                if isinstance(number, Tensor)
+                else total
+            )
 
     @contextmanager
     def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
-        """Wait for the others in the sum, even if there was an error in one."""
-        try:
-            yield
-        finally:
-            self.add(rows)
+        """Add up sums after a task that has raised the errors of all."""
+        yield
+        self.add(rows)
 
-    def _agreed(
-        self,
-        description: Mapping[str, Any],
-        checksums: Mapping[str, int],
-        columns: Columns | None,
-    ) -> Columns | None:
-        """Return the first process's vectors, if all do the same, with the same parameters."""
-        texts = {key: repr(value) for key, value in description.items()}
-        compared = blake2b(repr((texts, checksums)).encode(), digest_size=16).digest()
-        number = digest(_joined(columns)) if columns else None
-        all_compared, numbers = zip(*self.gather_objects((compared, number)), strict=True)
-        if len({*all_compared}) == 1:
-            are_same = all(number == numbers[0] for number in numbers)
-            return columns if are_same else self._first_of(columns, self.group)
-        all_texts, all_checksums = zip(*self.gather_objects((texts, checksums)), strict=True)
-        for key in _different(all_texts):
-            raise ValueError(
-                f"All ranks must do the same, but they differ in {key}. "
-                f"{listed((each.get(key) for each in all_texts), self.group)}"
-            )
-        if names := _different(all_checksums):
-            raise ValueError(
-                f"Ranks have different values of {', '.join(names)}. Give all the same, e.g. with "
-                "torch.distributed.broadcast, or as DistributedDataParallel does."
-            )
-        raise AssertionError("Ranks differ in nothing. Report this as a bug.")
+    def check_same(self, columns: Tensor) -> None:
+        """Compare vectors."""
+        with self.sending():
+            self._agree({}, self._sketches(columns, None), None)
+
+    def _agree(
+        self, description: Mapping[str, Any], sketches: Mapping[Any, list[float]], value: Any
+    ) -> list[Any]:
+        """Return a value of each process, if all have done the same with the same vectors.
+
+        Args:
+            description: See ``Describe``.
+            sketches: Numbers of the vectors, by which part of them it is.
+            value: The value.
+        """
+        texts = {key: None if x is None else repr(x) for key, x in description.items()}
+        compared = blake2b(repr(texts).encode(), digest_size=16).digest()
+        every = self.gather_objects((compared, sketches, value))
+        all_compared, all_sketches, values = zip(*every, strict=True)
+        if len({*all_compared}) > 1:
+            all_texts = self.gather_objects(texts)
+            for key in _different(all_texts):
+                raise ValueError(
+                    f"All ranks must do the same, but they differ in {key}. "
+                    f"{listed((each.get(key) for each in all_texts), self.group)}"
+                )
+        for key in {key for each in all_sketches for key in each}:
+            if not _are_close([each[key] for each in all_sketches if key in each]):
+                raise ValueError(
+                    "Ranks multiply different vectors, and all must multiply the same. Give "
+                    "solvers and estimators the same start on all ranks, by v0, seed or rng."
+                )
+        return list(values)
+
+    def _sketches(self, columns: Tensor | None, space: Any) -> dict[Any, list[float]]:
+        """Return numbers of columns that are to be compared."""
+        return {} if columns is None else {"": _sketch(columns)}
 
     # --- collectives
 
@@ -407,52 +391,29 @@ class Ranks(Team):
         distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
-    def agreed(self, columns: Columns) -> Columns:
-        """Compare vectors."""
-        numbers = self.gather_objects(digest(_joined(columns)))
-        are_same = all(number == numbers[0] for number in numbers)
-        return columns if are_same else self._first_of(columns, self.group)
-
-    def _first_of(self, columns: Columns, group: Any) -> Columns:
-        """Return the columns of the first one of a group of some processes, see ``agreed``.
-
-        All processes call it, each with its group.
-        """
-        first = (own := _joined(columns)).clone()
-        self.shards.settle()
-        distributed.broadcast(first, group=group, group_src=0)
-        difference, size = (
-            torch.linalg.vector_norm(x, dim=1, dtype=torch.float64) for x in (own - first, first)
-        )
-        with self.raise_on_all_ranks():
-            if not bool((difference <= torch.finfo(own.dtype).eps ** 0.5 * size).all()):
-                raise ValueError(
-                    "The vectors are not those of the first rank, which all multiply. Give solvers "
-                    "and estimators the same start on all ranks, by v0, seed or rng."
-                )
-        parts = first.split([flat(column).shape[1] for column in columns.values()], 1)
-        return {n: part.view_as(columns[n]) for n, part in zip(columns, parts, strict=True)}
-
 
 class ShardedRanks(Ranks):
     """Processes that have parts of the parameters, and of vectors; perhaps with copies of both."""
 
-    def _agreed(
-        self,
-        description: Mapping[str, Any],
-        checksums: Mapping[str, int],
-        columns: Columns | None,
-    ) -> Columns | None:
-        """Compare the numbers of vectors, and of whole parameters and copies also their values."""
-        if not columns:
-            return super()._agreed(description, checksums, columns)
-        number = len(next(iter(columns.values())))
-        common = {n: x for n, x in columns.items() if n not in self.shards.params}
-        parts = {n: x for n, x in columns.items() if n in self.shards.params}
-        common = super()._agreed({**description, "number of vectors": number}, checksums, common)
-        if parts and self.shards.replicas is not None:
-            parts = self._first_of(parts, self.shards.replicas)
-        return parts | common
+    @contextmanager
+    def task(
+        self, describe: Describe, columns: Tensor | None = None, space: Any = None
+    ) -> Iterator[Totals]:
+        """Compare before the pass, too, since processes communicate in it."""
+        with self.sending():
+            self._agree(describe(), {}, None)
+        with super().task(describe, columns, space) as totals:
+            yield totals
+
+    def _sketches(self, columns: Tensor | None, space: Any) -> dict[Any, list[float]]:
+        """Return numbers of vectors of whole parameters, and of parts that have copies."""
+        if columns is None:
+            return {}
+        views, parts = space.views(columns), self.shards.params
+        groups = {"": [flat(x) for name, x in views.items() if name not in parts]}
+        if self.shards.replicas is not None:
+            groups[self.shards.group.rank()] = [flat(x) for n, x in views.items() if n in parts]
+        return {key: _sketch(torch.cat(some, 1)) for key, some in groups.items() if some}
 
     @contextmanager
     def sharing(self, vectors: Columns, sums: Columns | None = None) -> Iterator[None]:
@@ -463,7 +424,7 @@ class ShardedRanks(Ranks):
     @contextmanager
     def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
         """Share vectors and sums, then add up copies, and sums for whole parameters."""
-        with self.sharing(vectors, space.split_rows(rows)):
+        with self.sharing(vectors, space.views(rows)):
             yield
         replicas = team_of(self.shards.replicas)
         for name in space.names:
@@ -472,7 +433,7 @@ class ShardedRanks(Ranks):
             part.copy_(team.add(part.contiguous()))
 
 
-def team_of(group: Any, shards: Whole = WHOLE) -> Team:
+def team_of(group: Any, shards: Shards = WHOLE) -> Team:
     """Return the processes of a group.
 
     Args:
@@ -499,12 +460,23 @@ def largest(teams: Iterable[Team]) -> Team:
     return max(teams, key=lambda team: team.size, default=ALONE)
 
 
-def _joined(columns: Columns) -> Tensor:
-    return torch.cat([flat(column) for column in columns.values()], 1)
-
-
 def _different(reports: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the keys under which ranks have different values."""
+    """Return the keys under which ranks have different values, of those that know one."""
     reports = list(reports)
     keys = dict.fromkeys(key for report in reports for key in report)
-    return [key for key in keys if len({report.get(key) for report in reports}) > 1]
+    return [key for key in keys if len({report.get(key) for report in reports} - {None}) > 1]
+
+
+def _sketch(columns: Tensor) -> list[float]:
+    """Return the tolerance of vectors ``[K, dim]``, and numbers that tell them from others."""
+    options = {"dtype": columns.dtype, "device": columns.device}
+    # one vector, whatever the order of the columns in memory
+    one = torch.linspace(1.0, 2.0, len(columns), **options) @ columns
+    norm, *numbers = sketch(one).tolist()
+    return [10 * torch.finfo(columns.dtype).eps ** 0.5 * norm, norm, *numbers]
+
+
+def _are_close(sketches: Sequence[list[float]]) -> bool:
+    """Return whether vectors with these sketches are the same up to rounding."""
+    tolerance = max(numbers[0] for numbers in sketches)
+    return all(max(some) - min(some) <= tolerance for some in zip(*sketches, strict=True))

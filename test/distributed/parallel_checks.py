@@ -1,6 +1,7 @@
 """Checks of test_parallel.py: each process has the whole model, and a part of the data."""
 
 import copy
+import os
 import pickle
 import re
 import warnings
@@ -122,7 +123,7 @@ def vectors_of_the_caller_stay() -> None:
     drifted = v * (1 + 1e-12 * rank())
     before = drifted.clone()
     found = together @ drifted
-    torch.testing.assert_close(found, alone @ v, rtol=1e-13, atol=0)
+    torch.testing.assert_close(found, alone @ v, rtol=1e-11, atol=0)
     assert_same_everywhere(found)
     assert torch.equal(drifted, before)
 
@@ -208,9 +209,9 @@ def algorithms() -> None:
 def algorithms_out_of_step() -> None:
     """Other random vectors than the first process has would be multiplied in vain."""
     together, _ = both("ggn", classifier())
-    with fails(ValueError, "not those of the first rank.*seed", on=1):
+    with fails(ValueError, "different vectors.*seed"):
         curvlinops.hutchinson_trace(together, 5, seed=rank())
-    with fails(ValueError, "not those of the first rank", on=1):
+    with fails(ValueError, "different vectors"):
         together @ (vector(together, 3) * torch.tensor([1, 1, 1 + 0.1 * rank()]))
 
 
@@ -310,10 +311,10 @@ def errors_of_solvers() -> None:
     class Broken(curvlinops.IdentityLinearOperator):
         fails = False
 
-        def _apply(self, columns: Any, wanted: Any) -> Any:
+        def _apply(self, columns: Any) -> Any:
             if self.fails and rank() == 1:
                 raise KeyError("here")
-            return super()._apply(columns, wanted)
+            return super()._apply(columns)
 
     G, _ = both("ggn", classifier())
     M, v = Broken(G.space), vector(G)
@@ -384,7 +385,7 @@ def errors_of_vectors() -> None:
             kind = TypeError if match == "complex" else ValueError
             with fails(kind, match, on=1):
                 A @ (bad if rank() == 1 else v)
-    with fails(ValueError, r"differ in vectors for '0.weight'.*\(2, .*\(0, "):
+    with fails(ValueError, "differ in the number of vectors.*0: 2; .*1: 0"):
         G @ vector(G, 2)[:, : 2 - 2 * rank()]
     assert (G @ vector(G, 0)).shape == (len(v), 0)
 
@@ -432,20 +433,21 @@ def other_parameters() -> None:
         lambda p: p.params[0][0, 0].add_(1e-9),
         lambda p: p.params[0].copy_(p.params[0].flip(0)),
     ):
-        with fails(ValueError, "different values of .*(weight|bias)"):
+        with fails(ValueError, "differ in the values of .*(weight|bias)"):
             both("hessian", changed(change))
     p = classifier()
     together, alone = both("hessian", p)
     operators = [both(case, p)[0] for case in ("ggn-diagonal", "kfac", "ekfac")]
     assert_same_everywhere(together @ vector(together))
     changed(lambda p: p.params[1].add_(1e-8), p)
-    with fails(ValueError, "different values of 0.bias"):
-        together @ vector(together)
-    with fails(ValueError, "different values of 0.bias"):
-        together.gradient_and_loss()
-    for operator in operators:
-        with fails(ValueError, "different values of 0.bias"):
-            operator @ vector(together)
+    with fails(ValueError, "differ in the values of 0.bias"), together.linearized():
+        pass
+    with mock.patch.dict(os.environ, {"CURVLINOPS_COMPARE_PROCESSES": "1"}):
+        with fails(ValueError, "differ in the values of 0.bias"):
+            together.gradient_and_loss()
+        for operator in (together, *operators):
+            with fails(ValueError, "differ in the values of 0.bias"):
+                operator @ vector(together)
     changed(lambda p: p.params[1].sub_(1e-8), p)
     torch.testing.assert_close(together @ vector(together), alone @ vector(together))
 
@@ -505,7 +507,7 @@ def other_operations() -> None:
     together, alone = both("hessian", p)
     with fails(ValueError, r"differ in operation.*matmat.*gradient_and_loss"):
         together.gradient_and_loss() if rank() else together @ vector(alone)
-    with fails(ValueError, "differ in vectors for '0.weight'"):
+    with fails(ValueError, "differ in the number of vectors"):
         together @ vector(alone, 2 + rank())
     with fails(ValueError, "differ in blocks"):
         both("hessian", p, block_sizes=[2, 2] if rank() else [1, 3])
@@ -908,7 +910,7 @@ def errors_of_parts() -> None:
     else:
         raise AssertionError("There is no error.")
     v = vector(own) + rank()
-    with fails(ValueError, "The vectors are not those of the first rank", on=None if rank() else 1):
+    with fails(ValueError, "different vectors"):
         own.inverse(0.1) @ v
     p = problems.make("transformer-tied")
     own, alone = both("kfac", p, factor_placement="partition", fisher_type="empirical")

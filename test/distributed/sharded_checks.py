@@ -692,7 +692,7 @@ def replicas_of_shards() -> None:
     try:
         H @ {name: x * (1 + rank() // 2) for name, x in v.items()}  # others in each copy
     except (ValueError, RuntimeError) as raised:
-        assert "vectors are not those of the first rank" in str(raised)
+        assert "Ranks multiply different vectors" in str(raised)
     else:
         raise AssertionError("The copies have different vectors.")
     with fails(ValueError, "4 processes.*sharded over 2, with 1 copies.*mesh of two axes"):

@@ -64,13 +64,13 @@ def collectives_per_product() -> None:
             with counted() as damped:
                 A.damped(0.1) @ v
         for numbers in (fresh, kept, damped):
-            assert numbers.total() == 3, (case, numbers)
+            assert numbers.total() == 2, (case, numbers)
             assert numbers["all_reduce"] == 1
-        # vectors that differ by rounding: those of the first are multiplied
-        assert other.total() == 5, other
+        # vectors that differ by rounding
+        assert other.total() == 2, other
         with counted() as numbers:
             A.gradient_and_loss()
-        assert numbers.total() == 3, numbers
+        assert numbers.total() == 2, numbers
         solver = curvlinops.CGInverseLinearOperator(A, damping=1.0)
         with counted() as numbers:
             iterations = int(solver.solve(vector(A)).iterations)
@@ -96,7 +96,7 @@ def values_inside_of_linearized() -> None:
     with mock.patch.dict(os.environ, {"CURVLINOPS_COMPARE_PROCESSES": "1"}), A.linearized():
         A @ v
         p.params[0].data += rank()
-        with fails(ValueError, "different values of '?0.weight"):
+        with fails(ValueError, "differ in the values of 0.weight"):
             A @ v
         p.params[0].data.copy_(before)
         A @ v

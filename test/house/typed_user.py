@@ -77,7 +77,7 @@ assert_type(H.device, torch.device)
 assert_type(H.space, c.ParameterSpace)
 assert_type(H.gradient_and_loss(), tuple[list[Tensor] | dict[str, Tensor], Tensor])
 H @ "v"  # type: ignore[arg-type]
-H * "2"  # type: ignore[call-overload]
+H * "2"  # type: ignore[arg-type]
 H.trase()  # type: ignore[attr-defined]
 
 assert_type(D.diagonal(), Tensor)

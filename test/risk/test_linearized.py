@@ -390,10 +390,10 @@ class Diagonal(C.TorchLinearOperator):
         self.diagonal = torch.linspace(0.5, 1.5, DIM, dtype=torch.float64)
         self.depth = self.entries = self.products = self.linearized_products = 0
 
-    def _apply(self, columns: dict[str, Tensor], wanted: list[str]) -> dict[str, Tensor]:
+    def _apply(self, columns: Tensor) -> Tensor:
         self.products += 1
         self.linearized_products += self.depth > 0
-        return {"": columns[""] * self.diagonal}
+        return columns * self.diagonal
 
     def _transposed(self) -> "Diagonal":
         return self

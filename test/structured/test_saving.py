@@ -152,15 +152,15 @@ def test_another_device(tmp_path):
 class Own(StructuredLinearOperator):
     """An operator of a user."""
 
-    def _apply(self, columns, wanted):
+    def _apply(self, columns):
         return columns
 
 
 class OwnBlocks(Blocks):
     """Blocks with products of their own, which must not be lost without a word."""
 
-    def _apply(self, columns, wanted):
-        return {name: 2 * column for name, column in columns.items()}
+    def _apply(self, columns):
+        return 2 * columns
 
 
 @pytest.mark.parametrize("operator", [Own(Diag(positive(3)).space), OwnBlocks([Diag(positive(3))])])

@@ -163,8 +163,8 @@ def _one_by_one(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the sums over gradients that are computed sample by sample."""
     for _, gradients in samples.one_by_one(u, [view.name for view in views]):
-        of_names = {name: x.rows(slice(None)).flatten(0, 1) for name, x in gradients.items()}
+        of_names = {n: x.rows(slice(None)).flatten(0, 1).flatten(1) for n, x in gradients.items()}
         weight, *bias = (
-            view.gather(of_names).to(dtype) for view in (of_block.shape.view, *views[1:])
+            view.gather(of_names[view.name]).to(dtype) for view in (of_block.shape.view, *views[1:])
         )
         yield of_block.of_rows(_with_bias(weight, bias[0] if bias else None, of_block.shape))

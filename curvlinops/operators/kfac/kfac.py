@@ -624,11 +624,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._set_sums(None if self._sums is None else self._sums.to(self.space))
         return self
 
-    @property
-    def _takes_whole(self) -> bool:
-        return not self.domain.in_parts
-
     _apply = of_structure(StructuredLinearOperator._apply)
+    _part = TorchLinearOperator._part
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):

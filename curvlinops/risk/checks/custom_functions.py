@@ -82,7 +82,7 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         return _gradient(problem, x)
 
     def product(v: Tensors) -> dict[str, Tensor]:
-        out = problem.space.zeros(1)
+        out = problem.space.views(problem.space.zeros(1))
         apply({name: x.unsqueeze(0) for name, x in v.items()}, out)
         return {name: x[0] for name, x in out.items()}
 
