@@ -34,6 +34,8 @@ from curvlinops.algorithms.spectrum import (
 from curvlinops.algorithms.submatrix import SubmatrixLinearOperator
 from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
+from curvlinops.influence.low_rank import LowRankColumns
+from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
 from curvlinops.landscape.by_layer import by_layer
 from curvlinops.landscape.loss_along import LossAlong, loss_along
 from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
@@ -54,8 +56,6 @@ from curvlinops.operators.kfac.files import load, write_factors
 from curvlinops.operators.kfac.inverse import KFACInverseLinearOperator
 from curvlinops.operators.kfac.kfac import KFACLinearOperator
 from curvlinops.operators.kfac.options import FisherType, FitType, KFACType
-from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
-from curvlinops.operators.scores import LowRankColumns
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.diagonal import DiagonalLinearOperator, IdentityLinearOperator

@@ -16,8 +16,8 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator, ab
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import Layout, ParameterView
+from curvlinops.support.files import recorded
 from curvlinops.support.rng import seeded
-from curvlinops.support.serialization import recorded
 
 #: The root of a damped inverse is a sum of so many Kronecker products.
 _TERMS = 8

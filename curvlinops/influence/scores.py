@@ -6,16 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.influence.low_rank import LowRankColumns
+from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
+from curvlinops.influence.scoring import follows, scoring, vectors_of
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.linear_operator.vectors import is_followed
-from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
-from curvlinops.operators.rows import RowSlices
-from curvlinops.operators.scores import LowRankColumns
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.data import Batches
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
-from curvlinops.support.rng import apart
 from curvlinops.support.torch_modes import in_default_modes
 
 
@@ -93,16 +90,7 @@ def score_batches(
     Raises:
         ValueError: See ``rows.scores``; if P requires gradients, or parameters are sharded.
     """
-    of, slices = _scoring(rows, P, per_position), RowSlices(rows._all.dim)
-
-    def found() -> Iterator[tuple[Tensor, Tensor]]:
-        for number, batch in enumerate(apart(rows.data)):
-            data = Batches([batch], rows.batch_size_fn, first=number)
-            with rows._batches(f"scores of batch {number}", data) as problems:
-                scores = [x for problem in problems for x in rows._of_batch(problem, slices, of)]
-            yield from scores
-
-    return slices.of(found())
+    return rows._by_batch("scores", _scoring(rows, P, per_position), is_apart=True)
 
 
 @in_default_modes
@@ -125,7 +113,7 @@ def top_scores(
     of, best = _scoring(rows, P), None
     if check_count("k", k) > rows.shape[0]:
         raise ValueError(f"k is {k}, but there are {rows.shape[0]} rows.")
-    for _, some, scores in rows._by_batch("leading scores", of):
+    for some, scores in rows._by_batch("leading scores", of):
         numbers = some.reshape(-1, *[1] * (scores.ndim - 1)).expand_as(scores)
         if best is not None:
             scores, numbers = torch.cat([best[0], scores]), torch.cat([best[1], numbers])
@@ -139,10 +127,10 @@ def _scoring(
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     check_gradients(rows)
-    columns, is_vector = rows._read(P)
-    if any(is_followed(x) for x in columns.values() if isinstance(x, Tensor)):
+    columns, is_vector = vectors_of(rows, P)
+    if follows(columns):
         raise ValueError("Scores of batches are not differentiable: detach the vectors.")
-    return rows._scoring(columns, is_vector, per_position)
+    return scoring(rows, columns, is_vector, per_position)
 
 
 def check_gradients(rows: Any) -> None:
@@ -179,4 +167,4 @@ def _dense(rows: PerSampleGradientLinearOperator) -> Iterator[tuple[Tensor, Tens
     def of(problem: BatchProblem) -> Tensor:
         return torch.cat(list(rows._rows_of(problem).written(rows.domain).values()), 1)
 
-    return ((numbers, found) for _, numbers, found in rows._by_batch("gradients", of))
+    return rows._by_batch("gradients", of)

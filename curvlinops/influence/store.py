@@ -1,14 +1,13 @@
 """A directory of projected gradients of samples, for influence scores without the training data."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from time import monotonic
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
 from curvlinops.influence.projection import (
     Projection,
     Projections,
@@ -16,32 +15,20 @@ from curvlinops.influence.projection import (
     project,
     random_projections,
 )
+from curvlinops.influence.row_files import RowFiles, Rows
 from curvlinops.influence.scores import check_gradients
-from curvlinops.operators import scores as score_files
-from curvlinops.operators.identity import Identity, check_model, check_same, computed_numbers
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.per_sample import PerSampleGradientLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.risk.key import check_model
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 from curvlinops.support.digest import checksum
-from curvlinops.support.serialization import (
-    from_state,
-    read_parts,
-    recorded,
-    source_of,
-    to_state,
-    write_part,
-)
+from curvlinops.support.files import Saved, read_parts, recorded, write_part
+from curvlinops.support.keys import Key, numbers, tolerance_of
 from curvlinops.support.torch_modes import in_default_modes
 
-#: The format of files. It changes when older ones cannot be read any more.
-_FORMAT = "gradients 2"
-#: A file is written when gradients of this many bytes wait for it.
-_BYTES = 2**28
 #: The beginning of the name of the file that is read before others.
 _FIRST = "-"
-_REMEDY = " Choose another directory, or move the file away."
 
 
 @recorded
@@ -49,29 +36,12 @@ class StoredProjections(NamedTuple):
     """The projections of all gradients in a directory.
 
     Attributes:
-        identity: What they belong to, as JSON.
         projections: The projections.
         relative_damping: The damping, ``None`` if the projections have a basis's damped inverse.
     """
 
-    identity: str
     projections: Projections
     relative_damping: float | None
-
-
-@recorded
-class StoredGradients(NamedTuple):
-    """Projected gradients of some rows.
-
-    Attributes:
-        identity: What they belong to, as JSON, and the checksum of the projections.
-        rows: Which of all rows they are, ``[n]``.
-        gradients: The projected gradients, ``[n, R]``.
-    """
-
-    identity: str
-    rows: Tensor
-    gradients: Tensor
 
 
 class GradientStore:
@@ -92,15 +62,15 @@ class GradientStore:
 
     def __init__(self, directory: str | Path):
         self._directory = Path(directory)
-        self._stored = _projections_in(self._directory, None)
-        if self._stored is None:
+        found = _projections_in(self._directory)
+        if found is None:
             raise ValueError(
                 f"{directory} has no projections of gradients. Choose another directory, or write "
                 "them there by GradientStore.write."
             )
-        self.projections = self._stored.projections
-        self._identity = json.loads(self._stored.identity)
-        self.num_rows = self._identity["number of rows"]
+        (self.projections, self._damping), self._key, _ = found
+        self.num_rows = self._key["number of rows"]
+        self._files = RowFiles(self._directory, self.num_rows, self._key)
 
     @classmethod
     @in_default_modes
@@ -148,46 +118,20 @@ class GradientStore:
         relative = check_number("relative_damping", relative_damping, at_least=0.0)
         structure, path = _structure(rows, basis), Path(directory)
         options = {"rank": rank, "relative_damping": relative, "seed": seed}
-        identity = rows._identity(options | _numbers_of(structure))
-        stored = _projections_in(path, identity)
-        if stored is None:
+        key = rows._key(options | _numbers_of(structure))
+        if _projections_in(path, key) is None:
             if structure is None:
                 found, later = random_projections(rows.domain, rank, seed), relative
             else:
                 damping = relative * float(structure.trace()) / structure.shape[0]
                 found, later = preconditioned_projections(structure, rank, damping, seed), None
-            stored = StoredProjections(json.dumps(identity), found, later)
-            write_part(to_state(stored, _FORMAT), path, _FIRST)
+            sums = [0 if x is None else checksum(x) for p in found for x in p.columns]
+            key |= {"the projections": sums}
+            write_part(path, StoredProjections(found, later), key, _FIRST)
         store = cls(path)
-        store._fill(rows)
+        projections, like = store._projections_on(rows), rows.domain.empty(0)[:0]
+        store._files.fill(lambda done: _projected(rows, projections, like, done))
         return store
-
-    def _fill(self, rows: PerSampleGradientLinearOperator) -> None:
-        """Write the projected gradients of the rows that have none yet."""
-        identity, projections = self._identity_of_parts, self._projections_on(rows)
-        done = torch.zeros(self.num_rows, dtype=torch.bool, device=rows.device)
-        for part in self._parts():
-            done[part.rows.to(done.device)] = True
-        if bool(done.all()):
-            return
-        like, new, written = rows.domain.empty(0)[:0], list[tuple[Tensor, Tensor]](), monotonic()
-
-        def write() -> None:
-            if new:
-                places, found = (torch.cat(x) for x in zip(*new, strict=True))
-                part = StoredGradients(json.dumps(identity), places, found)
-                write_part(to_state(part, _FORMAT), self._directory)
-                new.clear()
-
-        try:
-            for chosen, found in _projected(rows, projections, like, done):
-                new.append((chosen.cpu(), found.cpu()))
-                is_large = sum(x.nbytes for _, x in new) >= _BYTES
-                if is_large or monotonic() - written >= score_files.SECONDS:
-                    write()
-                    written = monotonic()
-        finally:
-            write()  # also after Ctrl-C
 
     # --- queries
 
@@ -207,23 +151,23 @@ class GradientStore:
             ValueError: If the queries have another model or other parameters; if C is singular
                 without damping; if gradients are missing.
         """
-        check_model(f"directory {self._directory}", self._identity, queries)
+        check_model(f"directory {self._directory}", self._key, queries)
         projections, like = self._projections_on(queries), queries.domain.empty(0)[:0]
         out = like.new_zeros(self.num_rows, queries.shape[0])
         vectors = like.new_zeros(queries.shape[0], sum(x.size for x in projections))
         for chosen, found in _projected(queries, projections, like):
             vectors[chosen] = found
-        if self._stored.relative_damping is not None and self.num_rows:
-            vectors = self._preconditioned(vectors, self._stored.relative_damping)
-        for part in self._all_parts():
-            out[part.rows.to(out.device)] = part.gradients.to(vectors) @ vectors.T
+        if self._damping is not None and self.num_rows:
+            vectors = self._preconditioned(vectors, self._damping)
+        for places, gradients in self._gradients():
+            out[places.to(out.device)] = gradients.to(vectors) @ vectors.T
         return out
 
     def _preconditioned(self, vectors: Tensor, relative_damping: float) -> Tensor:
         """Multiply projected gradients of queries by the damped inverse of C."""
         sizes, moments = [x.size for x in self.projections], None
-        for part in self._all_parts():
-            pieces = part.gradients.to(vectors).split(sizes, dim=1)
+        for _, gradients in self._gradients():
+            pieces = gradients.to(vectors).split(sizes, dim=1)
             squares = [x.T @ x / self.num_rows for x in pieces]
             moments = squares if moments is None else [*map(torch.add, moments, squares)]
         damping = relative_damping * sum(float(C.trace()) for C in moments) / sum(sizes)
@@ -240,37 +184,15 @@ class GradientStore:
             out.append(torch.cholesky_solve(some.double().T, root).T.to(vectors))
         return torch.cat(out, dim=1)
 
-    # --- files
-
-    @property
-    def _identity_of_parts(self) -> Identity:
-        """Return what gradients in files belong to: the rows, and the projections."""
-        sums = [0 if x is None else checksum(x) for p in self.projections for x in p.columns]
-        return self._identity | {"the projections": sums}
-
-    def _parts(self) -> Iterator[StoredGradients]:
-        """Yield the gradients in all files, those of each row once."""
-        identity = self._identity_of_parts
-        done = torch.zeros(self.num_rows, dtype=torch.bool, device="cpu")
-        for source, part in _read(self._directory):
-            check_same(source, json.loads(part.identity), self._identity, _REMEDY)
-            if isinstance(part, StoredGradients):
-                check_same(source, json.loads(part.identity), identity, _REMEDY)
-                new = ~done[part.rows]
-                done[part.rows] = True
-                if not new.all():
-                    part = part._replace(rows=part.rows[new], gradients=part.gradients[new])
-                yield part
-
-    def _all_parts(self) -> Iterator[StoredGradients]:
+    def _gradients(self) -> Iterator[Rows]:
         """Yield the gradients in all files.
 
         Raises:
             ValueError: At the end, if rows are missing.
         """
         found = 0
-        for part in self._parts():
-            found += len(part.rows)
+        for part in self._files:
+            found += len(part.places)
             yield part
         if found < self.num_rows:
             raise ValueError(
@@ -287,24 +209,15 @@ class GradientStore:
         )
 
 
-def _read(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what is in the files of a directory, and their names for messages."""
-    for state in read_parts(directory):
-        yield source_of(state), from_state(state, _FORMAT, tuple, torch.device("cpu"))
-
-
-def _projections_in(directory: Path, identity: Identity | None) -> StoredProjections | None:
+def _projections_in(directory: Path, key: Key | None = None) -> Saved | None:
     """Return the projections in a directory, ``None`` if there are none.
 
     Raises:
-        ValueError: If there is something of another identity before.
+        ValueError: If there is something of another key before.
     """
-    for source, part in _read(directory):
-        if identity is not None:
-            check_same(source, json.loads(part.identity), identity, _REMEDY)
-        if isinstance(part, StoredProjections):
-            return part
-    return None
+    classes = StoredProjections, Rows
+    parts = read_parts(directory, classes, torch.device("cpu"), key)
+    return next((part for part in parts if isinstance(part.value, StoredProjections)), None)
 
 
 def _projected(
@@ -318,7 +231,7 @@ def _projected(
     def of(problem: BatchProblem) -> Tensor:
         return project(rows._rows_of(problem), projections, like)
 
-    return ((chosen, found) for _, chosen, found in rows._by_batch("projections", of, done))
+    return rows._by_batch("projections", of, done)
 
 
 def _structure(rows: PerSampleGradientLinearOperator, basis: Any) -> Any:
@@ -340,5 +253,5 @@ def _numbers_of(structure: BlockDiagonalLinearOperator | None) -> dict[str, Any]
     """Return what tells bases apart; eigenvectors have signs that are not always the same."""
     if structure is None:
         return {"basis": "none"}
-    numbers = [float(structure.frobenius_norm()), float(structure.trace())]
-    return {"basis": computed_numbers(numbers, structure.torch_dtype)}
+    of_basis = [float(structure.frobenius_norm()), float(structure.trace())]
+    return {"basis": numbers(of_basis, tolerance_of(structure.torch_dtype))}

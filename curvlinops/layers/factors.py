@@ -17,7 +17,7 @@ from torch import Tensor
 from curvlinops.layers.covariance import second_moment
 from curvlinops.layers.gradients import PerSampleGradient, Sides, squared_sum, total
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 
 
 @recorded

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from curvlinops.support.arguments import nearest
 from curvlinops.support.columns import Columns
+from curvlinops.support.files import recorded
 from curvlinops.support.norms import double_dots, double_norm
-from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.team.team import ALONE
 

@@ -15,12 +15,9 @@ from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.linalg import signed_logarithm
 from curvlinops.support.arguments import as_device, check_count, check_number
+from curvlinops.support.files import pack, write
 from curvlinops.support.rng import read_generator
-from curvlinops.support.serialization import to_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
-
-#: The format of saved operators. It changes when older files cannot be read any more.
-FORMAT = "structured operator 6"
 
 
 class StructuredLinearOperator(TorchLinearOperator):
@@ -205,11 +202,11 @@ class StructuredLinearOperator(TorchLinearOperator):
         Raises:
             NotImplementedError: If the operator, or a part of it, is of a class of your own.
         """
-        return to_state(self, FORMAT)
+        return pack(self)
 
     def save(self, path: str | Path) -> None:
         """Write the operator to a safetensors file, which ``load`` reads."""
-        write_state(self.state_dict(), path)
+        write(self.state_dict(), path)
 
     def to_device(self, device: torch.device | str) -> "StructuredLinearOperator":
         """Return the operator on another device; itself if it is there already."""

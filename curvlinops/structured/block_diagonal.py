@@ -14,9 +14,9 @@ from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.kronecker import EighDecomposedLinearOperator
 from curvlinops.structured.layout import Layout, ParameterView, in_whole
 from curvlinops.support.columns import flat
+from curvlinops.support.files import recorded
 from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
-from curvlinops.support.serialization import recorded
 from curvlinops.team.team import ALONE, Team, largest
 
 

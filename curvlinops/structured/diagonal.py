@@ -15,7 +15,7 @@ from curvlinops.structured.factor import Factor, identity
 from curvlinops.structured.kronecker import EighDecomposedLinearOperator, KnownEigenvalues
 from curvlinops.structured.linalg import power, real
 from curvlinops.support.arguments import LISTS, MAPPINGS, as_device, as_integer, without_graph
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 
 
 @recorded

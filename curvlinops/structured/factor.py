@@ -19,8 +19,8 @@ from curvlinops.structured.linalg import (
     tolerance,
     without_rounding,
 )
+from curvlinops.support.files import recorded
 from curvlinops.support.norms import double_dot, double_norm
-from curvlinops.support.serialization import recorded
 
 
 @recorded

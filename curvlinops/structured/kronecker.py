@@ -26,8 +26,8 @@ from curvlinops.structured.linalg import (
     tolerance,
     without_rounding,
 )
+from curvlinops.support.files import recorded
 from curvlinops.support.norms import double_norm
-from curvlinops.support.serialization import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 #: Sums with at most so many rows are written as a matrix for their inverse. That takes no time, and

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 
 #: Length and stride of an axis.
 Axis = tuple[int, int]

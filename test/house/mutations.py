@@ -28,7 +28,7 @@ TESTS = {
     "support": """
         messages/arguments support/norms support/digest risk/data risk/changes
         risk/linearized
-        structured/structured structured/saving messages/mistakes_of_ours layers/batch_axis
+        structured/structured files/files messages/mistakes_of_ours layers/batch_axis
         contract/modes kfac/module_factors
         distributed/parallel::test_together[sharded_checks-1]""",
     "linear_operator": """
@@ -62,10 +62,10 @@ TESTS = {
         contract/contract::test_equals_dense_reference""",
     "layers": """
         layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
-        operators/per_sample::test_rows layers/batch_axis layers/reading layers/moved_rows
+        influence/per_sample::test_rows layers/batch_axis layers/reading layers/moved_rows
         layers/sample_axis""",
     "structured": """
-        structured/structured support/norms kfac/kfac_inverse structured/saving layers/views
+        structured/structured support/norms kfac/kfac_inverse files/objects layers/views
         linear_operator/algebra
         algorithms/eigsh::test_structured_operators_know_their_eigenpairs""",
     "algorithms": """
@@ -76,12 +76,12 @@ TESTS = {
         contract/contract::test_linearized contract/contract::test_linear_and_adjoint
         contract/contract::test_blocks contract/contract::test_independent_of_batches
         contract/contract::test_independent_of_chunks messages/errors risk/custom_functions
-        operators/per_sample operators/scores contract/memory""",
+        contract/memory""",
     "operators/kfac": """
-        kfac/module_factors kfac/kfac_files kfac/kfac_inverse kfac/kfac_storage
+        kfac/module_factors kfac/parts kfac/kfac_inverse kfac/updates files/objects
         kfac/kfac kfac/kfac_architectures kfac/kfac_padding kfac/fit kfac/distance""",
     "landscape": "landscape/by_layer landscape/loss_along algorithms/spectrum",
-    "influence": "influence/store influence/queries",
+    "influence": "influence/store influence/queries influence/per_sample influence/scores",
     "training": "training/monitor training/kfac_preconditioner",
     "integrations": "integrations/huggingface integrations/trainer",
 }

@@ -28,7 +28,7 @@ ALLOWED = {
     },
     "landscape": {"landscape", "operators", "algorithms", "risk", "autodiff", *_BASE},
     "influence": {
-        *("influence", "operators", "layers", "structured", "risk", "autodiff"),
+        *("influence", "operators", "layers", "structured", "losses", "risk", "autodiff"),
         *_BASE,
     },
     "training": {"training", "landscape", "operators", "algorithms", "autodiff", *_BASE},

@@ -19,7 +19,6 @@ from curvlinops import (
 )
 from curvlinops.influence import GradientStore, preconditioned
 from curvlinops.influence.projection import preconditioned_projections
-from curvlinops.operators import scores
 
 #: Convolutions with groups, lookups, tied weights, attention, recurrence, norms, weight norm, a
 #: PINN, and parameters without a rule; batches are unequal in size.
@@ -233,16 +232,3 @@ def test_refused_queries(tmp_path: Path):
         p.params[0].add_(0.1)
     with pytest.raises(ValueError, match=f"{tmp_path}.*differs in the values of"):
         store.scores(rows)
-
-
-def test_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scores, "SECONDS", 0.0)
-    p = problems.make("mlp-ce-mean")
-    store = GradientStore.write(rows_of(p), tmp_path, 2)
-    expected = store.scores(rows_of(p))
-    file = max(tmp_path.iterdir(), key=lambda x: b"StoredGradients" in x.read_bytes())
-    file.unlink()
-    with pytest.raises(ValueError, match=f"{tmp_path} has the gradients of . of 5.*Continue"):
-        GradientStore(tmp_path).scores(rows_of(p))
-    store = GradientStore.write(rows_of(p), tmp_path, 2)
-    assert torch.equal(store.scores(rows_of(p)), expected)

@@ -18,7 +18,7 @@ from curvlinops.structured.kronecker import (
     SumOfKroneckersLinearOperator,
 )
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 
 #: What a sum over data is of, the second entry of its ``Key``: second moments of inputs, their
 #: number, second moments of output gradients, exact blocks, squares in an eigenbasis, factors of
@@ -95,6 +95,7 @@ class LayerUse:
         return options.joint and self.partner is not None and not self.shape.is_bias
 
 
+@recorded
 class Uses(NamedTuple):
     """The uses of all parameters that some data shows.
 

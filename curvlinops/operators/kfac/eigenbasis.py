@@ -22,7 +22,7 @@ from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
 )
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 
 
 @recorded

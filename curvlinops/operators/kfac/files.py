@@ -1,6 +1,5 @@
 """Factors in files: they are computed part by part, written, and mapped to memory."""
 
-import json
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -9,22 +8,17 @@ from typing import Any
 import torch
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.identity import Identity, check_same, identity_of
 from curvlinops.operators.kfac.blocks import Uses, group_by_use
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import assemble, with_matrices
-from curvlinops.operators.kfac.options import Fallback, FisherType, FitType, Options
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
-from curvlinops.operators.kfac.storage import joined, options_of, pack, unpack
-from curvlinops.structured.base import FORMAT as STRUCTURED
+from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.risk.key import key_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.support.arguments import as_device, check_count
-from curvlinops.support.serialization import from_state, read_parts, read_state, write_part
+from curvlinops.support.files import read, read_parts, unpack, write_part
 from curvlinops.support.torch_modes import in_default_modes
-
-#: What to do about a directory of another operator.
-_OTHERS = " Choose another directory, or move the file away."
 
 
 @in_default_modes
@@ -57,16 +51,12 @@ def write_factors(
         raise TypeError(f"Only KFAC and EKFAC have factors, got {type(operator).__name__}.")
     parts, path, ranks = check_count("parts", parts), Path(directory), operator.risk.ranks
     with ranks.sending():
-        options = options_of(operator) | {"number of batches": operator.risk.data.length}
-        identity = identity_of(operator, options)
-    identity = ranks.gather_objects(identity)[0]
-
-    def check(source: str, other: Identity) -> None:
-        check_same(source, other, identity, _OTHERS)
-
+        options = operator._key_options() | {"number of batches": operator.risk.data.length}
+        key = key_of(operator, options)
+    key = ranks.gather_objects(key)[0]
     with ranks.sending():
-        states = read_parts(path) if ranks.rank == 0 else ()
-        there = {x for part in unpack(states, check, torch.device("cpu")) for x in part.names}
+        found = read_parts(path, FactorSums, torch.device("cpu"), key) if ranks.rank == 0 else ()
+        there = {name for part in found for name in part.value.space.names}
         if ranks.rank == 0 and not there.issuperset(operator.space.names):
             path.mkdir(parents=True, exist_ok=True)
     there = ranks.gather_objects(there)[0]
@@ -81,7 +71,7 @@ def write_factors(
         with ranks.raise_on_all_ranks():
             for unit in sums.units():
                 if sums.owners.get(unit[0], 0) == ranks.rank:
-                    write_part(pack(sums.part(unit), identity), path)
+                    write_part(path, sums.part(unit), key)
         del sums
     with ranks.raise_on_all_ranks():
         return _read(path, operator.device)
@@ -133,34 +123,25 @@ def load(
         ValueError: If there is no structured operator, it is damaged or incomplete, or of another
             version.
     """
-    if isinstance(source, str | Path) and Path(source).is_dir():
-        return _read(Path(source), as_device(device))
-    state = source if isinstance(source, Mapping) else read_state(source)
-    return from_state(state, STRUCTURED, StructuredLinearOperator, as_device(device))
+    device = as_device(device)
+    if isinstance(source, Mapping):
+        return unpack(source, StructuredLinearOperator, device).value
+    if Path(source).is_dir():
+        return _read(Path(source), device)
+    return read(source, StructuredLinearOperator, device).value
 
 
 def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
     """Return the approximation, on the parameters of the operator that computed the factors."""
-    parts = unpack(read_parts(path), lambda source, identity: None, device)
+    parts = list(read_parts(path, FactorSums, device))
     if not parts:
         raise ValueError(
             f"The directory {path} has no factors. Compute them by write_factors. All processes "
             "must have the same directory."
         )
-    facts = json.loads(parts[0].identity)
-    shapes = {name: tuple(facts[f"the shape of {name}"]) for name in facts["parameters"]}
-    space = ParameterSpace(shapes, getattr(torch, facts["dtype"].split(".")[1]), device)
-    options = Options(
-        FisherType(facts["fisher_type"]),
-        facts.get("mc_samples", 1),
-        facts.get("seed", 0),
-        facts["exact"],
-        frozenset(facts["reduced"]),
-        not facts["separate_weight_and_bias"],
-        Fallback(facts["fallback"]),
-        facts["max_factor_size"],
-        FitType(facts["fit"]),
-        facts["steps"],
-    )
-    sums = joined(f"directory {path}", parts, space, options)
+    first, key, _ = parts[0]
+    shapes = {name: key[f"the shape of {name}"] for name in key["parameters"]}
+    space = ParameterSpace(shapes, first.space.dtype, device)
+    all_sums = (part.value for part in parts)
+    sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options)
     return assemble(with_matrices(sums), sums)

@@ -17,7 +17,7 @@ from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_number, without_graph
-from curvlinops.support.serialization import recorded
+from curvlinops.support.files import recorded
 from curvlinops.support.torch_modes import in_default_modes
 
 

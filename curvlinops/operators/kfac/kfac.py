@@ -17,8 +17,6 @@ from torch import Tensor
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import TorchLinearOperator
-from curvlinops.operators.identity import Identity, check_identity, identity_of
-from curvlinops.operators.kfac import storage
 from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums, everywhere
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
@@ -51,18 +49,25 @@ from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches, is_pair
+from curvlinops.risk.key import check_operator, key_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.files import Saved, pack, read, read_parts, unpack, write
 from curvlinops.support.rng import DEFAULT_SEED
-from curvlinops.support.serialization import read_parts, read_state, write_state
 from curvlinops.support.torch_modes import in_default_modes
 
 #: What to do about factors of another operator.
 _OTHERS = (
     " Factors are read by an operator of the same options, model, loss and data. To use the matrix "
     "with others, save K.structure or an inverse, and read it by curvlinops.load(path)."
+)
+
+#: The options on which factors depend, beside the treatment of positions, and what is drawn.
+_OPTIONS = (
+    *("fisher_type", "exact", "separate_weight_and_bias", "max_factor_size", "fallback"),
+    *("fit", "steps"),
 )
 
 P = ParamSpec("P")
@@ -242,7 +247,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 f"Operators with fit='{self.fit}' cannot be merged, since each factor was fitted "
                 "together with the other. Build one operator on all data."
             )
-        storage.check_mergeable(self, other)
+        if type(other) is not type(self):
+            raise ValueError("Only operators of one class can be merged.")
+        if other.risk.ranks.group is not self.risk.ranks.group:
+            raise ValueError("Only operators with the same process_group can be merged.")
+        self.space.check_compatible(other.space)
+        # both are evaluated on the other one's first batch
+        key, data = key_of(other, other._key_options(drawn=False)), other.risk.data
+        check_operator("other operator", key, self, self._key_options(drawn=False), data=data)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
         self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses), self.risk.scale))
@@ -493,6 +505,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     # --- saving
 
+    def _key_options(self, drawn: bool = True) -> dict[str, Any]:
+        """Return the options on which factors depend.
+
+        Args:
+            drawn: Whether factors of other random numbers are others.
+        """
+        names = list(_OPTIONS)
+        if drawn and self.fisher_type in (FisherType.MC, FisherType.TYPE2):
+            names += ["mc_samples", "seed"]
+        options = {name: getattr(self, name) for name in names}
+        return options | {"reduced": sorted(self._options.reduced)}
+
     @in_default_modes
     def state_dict(self) -> dict[str, Any]:
         """Return the factors as tensors by name, and metadata as a string.
@@ -509,8 +533,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 "Each process has a part of the factors, because of factor_placement='partition'. "
                 "To write them to files, call curvlinops.write_factors."
             )
-        sums, options = self._factor_sums(), storage.options_of(self)
-        return storage.pack(sums, identity_of(self, options, with_numbers=not sums.is_updated))
+        sums = self._factor_sums()
+        key = key_of(self, self._key_options(), with_numbers=not sums.is_updated)
+        return pack(replace(sums, owners={}), key)
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -520,18 +545,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             ValueError: If these are of other parameters, options, or another loss.
         """
         copies = {n: x.clone() if isinstance(x, Tensor) else x for n, x in state_dict.items()}
-        self._load([copies])
+        self._load([unpack(copies, FactorSums, self.device)])
 
-    def _load(self, states: Iterable[Mapping[str, Any]], directory: Path | None = None) -> None:
-        is_mapped = directory is not None
-
-        def check(source: str, identity: Identity) -> None:
-            check_identity(source, identity, self, storage.options_of(self), _OTHERS)
-
-        parts = storage.unpack(states, check, self.device, check_numbers=not is_mapped)
-        source = f"directory {directory}" if is_mapped else "saved state"
-        sums = storage.joined(source, parts, self.space, self._options)
-        self._set_sums(self._placed(sums), is_mapped)
+    def _load(self, parts: Iterable[Saved], directory: Path | None = None) -> None:
+        with self.risk.ranks.sending():
+            parts = list(parts)
+            source = f"directory {directory}" if directory else parts[0].source
+            key = parts[0].key if parts else {}
+        if parts:
+            check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
+        sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
+        self._set_sums(self._placed(sums), is_mapped=directory is not None)
 
     @classmethod
     def from_state_dict(
@@ -551,7 +575,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     def save(self, path: str | Path) -> None:
         """Write the factors to a safetensors file."""
-        write_state(self.state_dict(), path)
+        write(self.state_dict(), path)
 
     @in_default_modes
     def load(self, path: str | Path) -> None:
@@ -567,9 +591,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """
         path = Path(path)
         if path.is_dir():
-            self._load(read_parts(path), directory=path)
+            self._load(read_parts(path, FactorSums, self.device), directory=path)
         else:
-            self._load([read_state(path)])
+            self._load([read(path, FactorSums, self.device)])
 
     # --- the structured matrix
 

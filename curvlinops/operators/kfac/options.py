@@ -6,8 +6,10 @@ from enum import StrEnum
 
 from curvlinops.losses import Loss
 from curvlinops.support.arguments import check_choice, nearest
+from curvlinops.support.files import recorded
 
 
+@recorded
 class FisherType(StrEnum):
     """The vectors that are backpropagated to compute the gradient factors."""
 
@@ -30,6 +32,7 @@ class KFACType(StrEnum):
     REDUCE = "reduce"
 
 
+@recorded
 class FitType(StrEnum):
     """How the factors of ``B (x) A`` are fitted to the block ``F = c * sum vec(G) vec(G)^T``.
 
@@ -55,6 +58,7 @@ class FitType(StrEnum):
     SHAMPOO = "shampoo"
 
 
+@recorded
 class Fallback(StrEnum):
     """The block of parameters whose use in the model has no Kronecker structure."""
 
@@ -63,6 +67,7 @@ class Fallback(StrEnum):
     DENSE = "dense"
 
 
+@recorded
 @dataclass(frozen=True)
 class Options:
     """The options of an approximation, checked; see ``KroneckerFactoredLinearOperator``.

@@ -25,6 +25,7 @@ from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.structured.layout import ParameterView
+from curvlinops.support.files import recorded
 from curvlinops.team.team import ALONE, Team
 
 
@@ -39,6 +40,7 @@ class ChangedError(RuntimeError):
         )
 
 
+@recorded
 @dataclass
 class FactorSums:
     """Sums over some data, which become means once all batches were added.
@@ -137,22 +139,44 @@ class FactorSums:
         )
 
     @classmethod
-    def beside(
-        cls, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
+    def joined(
+        cls,
+        source: str,
+        parts: Iterable["FactorSums"],
+        space: ParameterSpace,
+        options: Options,
     ) -> "FactorSums":
-        """Return the sums of several parts, which concern different parameters.
+        """Return the means of all parameters, from means of some of them.
 
         Args:
-            parts: The parts, of the same data.
+            source: Where the parts are, for messages.
+            parts: The parts. Several may have the same parameters.
             space: All parameters.
             options: The options of the approximation.
 
         Raises:
-            ValueError: If the parts are of different data.
+            ValueError: If parameters are missing, or the parts are of different data.
         """
+        needed, there = list[FactorSums](), set[str]()
+        for part in sorted(parts, key=lambda part: (-len(part.space.names), part.space.names)):
+            names = part.space.names
+            if there.issuperset(names):  # another process computed them, too
+                continue
+            if not there.isdisjoint(names):
+                raise ValueError(
+                    f"Several files have factors of {', '.join(names)}, together with those of "
+                    "other parameters. Delete the directory, and compute them again."
+                )
+            needed.append(part)
+            there.update(names)
+        if missing := [name for name in space.names if name not in there]:
+            raise ValueError(
+                f"The {source} has factors of {len(there)} of {len(space.names)} parameters; "
+                f"{missing[0]!r} is missing. Continue their computation by write_factors. All "
+                "processes must have the same directory."
+            )
         all_of, seen = cls(space, options), set[tuple]()
-        for part in parts:
-            all_of.ranks, all_of.owners = part.ranks, {**all_of.owners, **part.owners}
+        for part in sorted(needed, key=lambda part: space.names.index(part.space.names[0])):
             seen.add((part.num_batches, float(part.weight)))
             all_of.uses = all_of.uses.union(part.uses)
             all_of.tensors |= part.tensors
@@ -167,6 +191,11 @@ class FactorSums:
             )
         all_of.blocks = plan_blocks(all_of.uses, space.shapes, options)
         return all_of
+
+    def _record(self) -> tuple:
+        sums = self.tensors, self.bases, self.num_batches, self.scale, self.is_updated
+        # blocks follow from uses; files have whole parameters
+        return self.space.whole, self.options, self.uses, (), *sums
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""

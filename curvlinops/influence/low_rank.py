@@ -1,32 +1,13 @@
-"""Vectors of low rank, and scores in files, for inner products with gradients of samples."""
+"""Vectors of low rank, for inner products with gradients of samples."""
 
-import json
 from collections.abc import Iterable, Sequence
 from math import prod
-from pathlib import Path
-from time import monotonic
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
 from curvlinops.linear_operator.space import Columns
-from curvlinops.operators.identity import Identity, check_same
-from curvlinops.support.serialization import (
-    from_state,
-    read_parts,
-    recorded,
-    source_of,
-    to_state,
-    write_part,
-)
-
-#: The format of files of scores. It changes when older files cannot be continued any more.
-_FORMAT = "scores 2"
-
-#: Scores are written after so many seconds. A process that is killed loses those since.
-SECONDS = 30.0
 
 
 class LowRankColumns:
@@ -139,82 +120,3 @@ def _truncated(column: Tensor, rank: int, scale: Tensor) -> tuple[Tensor | LowRa
         left, right = right.mT, left.mT
     kept = LowRank(left.contiguous(), right.contiguous(), tuple(column.shape[1:]))
     return kept, _norms(matrices - left @ right, scale)
-
-
-@recorded
-class ScorePart(NamedTuple):
-    """Scores in a file, ``[n, *]``, the indices of their rows, and their identity."""
-
-    identity: str
-    rows: Tensor
-    scores: Tensor
-
-
-class ScoreTable:
-    """Scores of all wanted rows, perhaps with a directory of files that have some of them.
-
-    Inside of it as a context, scores are read from the directory and added to it.
-
-    Args:
-        num_rows: The number of rows.
-        like: A tensor of the scores' dtype and device.
-        directory: The directory, which may not exist yet.
-        identity: The identity that the scores belong to.
-
-    Attributes:
-        scores: The scores, ``[num_rows, *]``; ``None`` before there are any.
-        done: Which rows have scores.
-    """
-
-    def __init__(
-        self, num_rows: int, like: Tensor, directory: Path | None, identity: Identity | None
-    ):
-        self._like, self._directory, self._identity = like, directory, identity
-        self.scores: Tensor | None = None
-        self.done = torch.zeros(num_rows, dtype=torch.bool, device=like.device)
-        self._new: list[tuple[Tensor, Tensor]] = []
-        self._written = monotonic()
-
-    def __enter__(self) -> "ScoreTable":
-        remedy = " Choose another directory, or move the file away."
-        for state in () if self._directory is None else read_parts(self._directory):
-            part = from_state(state, _FORMAT, ScorePart, torch.device("cpu"))
-            check_same(source_of(state), json.loads(part.identity), self._identity, remedy)
-            self._fill(part.rows.to(self._like.device), part.scores.to(self._like), 0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._write()  # also after Ctrl-C
-
-    def add(self, rows: Tensor, scores: Tensor, batch: int) -> None:
-        """Add the scores of a batch, and write them if there was no file for a while.
-
-        Raises:
-            ValueError: If sequences have other lengths than in an earlier batch.
-            OSError: If files cannot be written.
-        """
-        self._fill(rows, scores, batch)
-        if self._directory is not None:
-            self._new.append((rows.cpu(), scores.detach().cpu()))
-            if monotonic() - self._written >= SECONDS:
-                self._write()
-
-    def _fill(self, rows: Tensor, scores: Tensor, batch: int) -> None:
-        shape = scores.shape[1:]
-        if self.scores is None:
-            self.scores = scores.new_zeros(len(self.done), *shape)
-        if self.scores.shape[1:] != shape:
-            raise ValueError(
-                f"Batch {batch} has sequences of {shape[0]} positions, earlier ones "
-                f"{self.scores.shape[1]}. For per_position=True, pad all batches to the same "
-                "length."
-            )
-        self.scores[rows], self.done[rows] = scores, True
-
-    def _write(self) -> None:
-        """Write the scores that were added to a new file."""
-        if self._new:
-            rows, scores = (torch.cat(x) for x in zip(*self._new, strict=True))
-            part = ScorePart(json.dumps(self._identity), rows, scores)
-            write_part(to_state(part, _FORMAT), self._directory)
-            self._new, self._written = [], monotonic()

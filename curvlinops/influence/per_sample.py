@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.gradients import LowRank, PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.influence.low_rank import LowRankColumns
+from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, follows, vectors_of
+from curvlinops.layers.gradients import PerSampleGradient, add_sums, merged, write_rows
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.linear_operator.vectors import is_followed, read
 from curvlinops.losses.base import DependentLossError
-from curvlinops.operators.identity import Identity, identity_of, numbers_in
 from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
@@ -38,22 +38,19 @@ from curvlinops.operators.sample_rows import (
     multiply,
     num_rows,
     products,
-    products_by_position,
     rows_of,
-    shape_of,
     shapes_of,
 )
-from curvlinops.operators.scores import LowRankColumns, ScoreTable
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
+from curvlinops.risk.key import key_of
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.digest import checksum
+from curvlinops.support.keys import Key
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
-from curvlinops.support.rng import GeneratorStates
+from curvlinops.support.rng import GeneratorStates, apart
 from curvlinops.support.torch_modes import in_default_modes
-
-_NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach these."
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -258,32 +255,52 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return self._vjp(columns, self._all)
 
     def _by_batch(
-        self, task: str, of: Callable[[BatchProblem], Tensor], done: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number of each batch, its wanted rows, and what is computed of these.
+        self,
+        task: str,
+        of: Callable[[BatchProblem], Tensor],
+        done: Tensor | None = None,
+        is_apart: bool = False,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield numbers of the wanted rows of each batch: which rows they are, ``[n]``, ``[n, *]``.
+
+        Tools for gradients of samples are made of this method, of ``_rows_of`` and ``_key``.
 
         Args:
             task: What it is for.
-            of: Returns something of a batch's rows, ``[M, *]``.
+            of: Returns something of all M rows of a batch, ``[M, *]``.
             done: Which wanted rows are known. Batches that have no others are left out.
+            is_apart: Whether model and random numbers are as the caller leaves them in between.
         """
         slices = RowSlices(self._all.dim)
-        with self._batches(task) as batches:
-            for number, problem in enumerate(slices.of(batches)):
-                for found in self._of_batch(problem, slices, of, done):
-                    yield number, *found
+
+        def found(problems: Iterable[BatchProblem]) -> Iterator[tuple[Tensor, Tensor]]:
+            for problem in problems:
+                yield from self._of_batch(problem, slices, of, done)
+
+        def of_each() -> Iterator[tuple[Tensor, Tensor]]:
+            for number, batch in enumerate(apart(self.data)):
+                data = Batches([batch], self.batch_size_fn, first=number)
+                with self._batches(f"{task} of batch {number}", data) as problems:
+                    some = list(found(problems))
+                yield from some
+
+        def of_all() -> Iterator[tuple[Tensor, Tensor]]:
+            with self._batches(task) as problems:
+                yield from found(problems)
+
+        return slices.of(of_each() if is_apart else of_all())
 
     def _of_batch(
         self,
         problem: BatchProblem,
         slices: RowSlices,
         of: Callable[[BatchProblem], Tensor],
-        done: Tensor | None = None,
+        done: Tensor | None,
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the wanted rows of a batch and what is computed of them, if there are some."""
         if done is not None and done.any():
             rows = slices.following(self._lengths[problem.batch.index])
-            if bool(done[self._chosen_of(rows)[0]].all()):
+            if bool(done[self._chosen_of(rows)[0].to(done.device)].all()):
                 slices.next(rows.stop - rows.start)
                 return []
         found = of(problem)
@@ -291,6 +308,22 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         found = found if own is None else found[own]
         self._check(found)
         return [(chosen, found)] if len(chosen) else []
+
+    def _chosen_of(self, batch_rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Return where wanted rows of a batch are in the result, and which rows of it they are."""
+        if self._indices is None:
+            return torch.arange(batch_rows.start, batch_rows.stop, device=self.device), None
+        is_own = (self._indices >= batch_rows.start) & (self._indices < batch_rows.stop)
+        return is_own.nonzero()[:, 0], self._indices[is_own] - batch_rows.start
+
+    def _key(self, options: Mapping[str, Any]) -> Key:
+        """Return what numbers of all rows belong to, if they depend on further options."""
+        rows = {
+            "number of rows": self.shape[0],
+            "terms": self.terms,
+            "subsampling": None if self._indices is None else checksum(self._wanted.cpu()),
+        }
+        return key_of(self, rows | dict(options))
 
     # --- beyond products
 
@@ -327,83 +360,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
                 a layer does not have the sequence's positions.
             OSError: If files cannot be written.
         """
-        if out is not None and Path(out).suffix == ".npy":
-            raise ValueError(
-                f"out={str(out)!r} should be a directory, to which scores are written in parts. To "
-                "write one file of NumPy, call np.save(path, rows.scores(P))."
-            )
-        columns, is_vector = self._read(P)
-        is_whole = isinstance(P, LowRankColumns)
-        if not is_whole:
-            self._check_number(shape_of(columns)[0])
-        vectors = columns if is_whole else self.risk.model.shards.whole(columns)
-        of = self._scoring(vectors, is_vector, per_position)
-        if not is_whole and any(map(is_followed, columns.values())):
-            if per_position or out is not None:
-                raise ValueError(f"Scores by position or in a file {_NOT_DIFFERENTIABLE}")
-            scores = self._multiply(read(P, self.domain)[0]).T
-            return scores[:, 0] if is_vector else scores
-        num_columns, like = shape_of(columns)
-        empty = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
-        identity = None
-        if out is not None:
-            out, identity = Path(out), self._score_identity(columns, is_vector, per_position)
-        table = ScoreTable(self.shape[0], like, out, identity)
-        with self.risk.adding.sharing({} if is_whole else columns), table:
-            for number, rows, scores in self._by_batch("scores", of, table.done):
-                table.add(rows, scores, number)
-        found = empty if table.scores is None else table.scores
-        return found.cpu().numpy() if isinstance(P, np.ndarray) else found
-
-    def _scoring(
-        self, columns: Mapping[str, Tensor | LowRank], is_vector: bool, per_position: bool
-    ) -> Callable[[BatchProblem], Tensor]:
-        """Return a function that computes the scores of all rows of a batch."""
-        if per_position and self.terms == "term":
-            raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
-
-        def of(problem: BatchProblem) -> Tensor:
-            if per_position:
-                scores = products_by_position(problem, columns, type(self).__name__)
-            else:
-                scores = products(self._rows_of(problem), columns)
-            return scores[..., 0] if is_vector else scores
-
-        return of
-
-    def _read(self, P: Any) -> tuple[Mapping[str, Tensor | LowRank], bool]:
-        """Return vectors as columns, and whether they are one vector without an axis for K."""
-        if isinstance(P, LowRankColumns):
-            if P.shapes != dict(self.domain.shapes):
-                raise ValueError("The vectors of low rank are of other parameters than the rows.")
-            return P.columns, P.is_vector
-        columns, write = read(P, self.domain)
-        written = write(self.codomain.zeros(1), self.codomain)
-        is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
-        return self.domain.views(columns), is_vector
-
-    def _chosen_of(self, batch_rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Return where wanted rows of a batch are in the result, and which rows of it they are."""
-        if self._indices is None:
-            return torch.arange(batch_rows.start, batch_rows.stop, device=self.device), None
-        is_own = (self._indices >= batch_rows.start) & (self._indices < batch_rows.stop)
-        return is_own.nonzero()[:, 0], self._indices[is_own] - batch_rows.start
-
-    def _score_identity(
-        self, columns: Mapping[str, Any], is_vector: bool, per_position: bool
-    ) -> Identity:
-        """Return what scores depend on."""
-        options = {"per_position": per_position, "one vector": is_vector, **numbers_in(columns)}
-        return self._identity(options)
-
-    def _identity(self, options: Mapping[str, Any]) -> Identity:
-        """Return what numbers of all rows depend on."""
-        rows = {
-            "number of rows": self.shape[0],
-            "terms": self.terms,
-            "subsampling": None if self._indices is None else checksum(self._wanted.cpu()),
-        }
-        return identity_of(self, rows | dict(options))
+        return all_scores(self, P, out, per_position)
 
     @in_default_modes
     def low_rank(self, P: Any, rank: int) -> LowRankColumns:
@@ -421,11 +378,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: See ``scores``.
             rank: The rank r. A matrix takes ``r (out + in)`` numbers.
         """
-        columns, is_vector = self._read(P)
+        columns, is_vector = vectors_of(self, P)
         if isinstance(P, LowRankColumns):
             raise ValueError("The vectors have a low rank already.")
-        if any(map(is_followed, columns.values())):
-            raise ValueError(f"Vectors of low rank {_NOT_DIFFERENTIABLE}")
+        if follows(columns):
+            raise ValueError(f"Vectors of low rank {NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
         return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
 

@@ -18,7 +18,7 @@ from curvlinops import EKFACLinearOperator, KFACLinearOperator, write_factors
 from curvlinops.layers.factors import KroneckerShape
 from curvlinops.operators.kfac import files
 from curvlinops.operators.kfac.blocks import LayerUse, Uses
-from curvlinops.operators.kfac.partition import among, num_entries
+from curvlinops.operators.kfac.partition import num_entries
 from curvlinops.structured.layout import ParameterView
 
 CLASSES = [KFACLinearOperator, EKFACLinearOperator]
@@ -28,30 +28,6 @@ both = pytest.mark.parametrize("cls", CLASSES)
 def build(cls: type, p: Problem, **options: Any):
     options = {"fisher_type": "empirical", "batch_size_fn": p.batch_size_fn} | options
     return cls(p.model, p.loss, p.params, p.data, **options)
-
-
-@both
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", ["mlp-mse-mean", "cnn", "transformer-tied", "lstm-packed"])
-def test_parts(cls: type, name: str, joint: bool, tmp_path: Path):
-    p = problems.make(name)
-    options = {"separate_weight_and_bias": not joint, "fallback": "dense", "fisher_type": "mc"}
-    whole = build(cls, p, **options)
-    for num in (1, 3):
-        parts = write_factors(build(cls, p, **options), tmp_path / str(num), num)
-        assert error(matrix(parts), matrix(whole)) <= 1e-12
-        loaded = build(cls, p, **options)
-        loaded.load(tmp_path / str(num))
-        assert error(matrix(loaded), matrix(whole)) <= 1e-12
-        assert loaded.report() == whole.report()
-        inverse = whole.inverse(0.1, use_exact_damping=True)
-        assert (
-            error(matrix(curvlinops.load(tmp_path / str(num)).inverse(0.1)), matrix(inverse))
-            <= 1e-9
-        )
-        loaded.update(p.data[0])
-    whole.update(p.data[0])
-    assert error(matrix(loaded), matrix(whole)) <= 1e-12
 
 
 class Counted:
@@ -82,34 +58,6 @@ def test_what_is_there_is_not_computed(cls: type, tmp_path: Path):
     assert error(matrix(write_factors(operator, tmp_path)), expected) <= 1e-12
     assert data.read == 1 + len(p.data) * passes
     assert set(files[1:]) < set(tmp_path.iterdir())
-
-
-#: What is changed of an operator's options or problem, and the message.
-OTHERS = {
-    "seed": ({"seed": 3}, "differs in seed: it has 2147483647, not 3"),
-    "samples": ({"mc_samples": 2}, "differs in mc_samples"),
-    "class": ({"cls": EKFACLinearOperator}, "differs in class"),
-    "values": ({"values": 1.1}, "differs in the values of"),
-    "data": ({"data": slice(None, None, -1)}, "differs in (the number of samples|tensor 0)"),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_factors_of_something_else_are_refused(name: str, tmp_path: Path):
-    p = problems.make("mlp-ce-mean")
-    write_factors(build(KFACLinearOperator, p, fisher_type="mc"), tmp_path)
-    before, (changes, message) = set(tmp_path.iterdir()), OTHERS[name]
-    options = {"fisher_type": "mc"} | changes
-    cls = options.pop("cls", KFACLinearOperator)
-    p = replace(p, data=p.data[options.pop("data", slice(None))])
-    with torch.no_grad():
-        p.params[0].mul_(options.pop("values", 1.0))
-    operator = build(cls, p, **options)
-    with pytest.raises(ValueError, match=f"{message}.*Choose another directory"):
-        write_factors(operator, tmp_path)
-    with pytest.raises(ValueError, match=f"{message}.*save K.structure"):
-        operator.load(tmp_path)
-    assert set(tmp_path.iterdir()) == before
 
 
 def test_parts_of_other_data(tmp_path: Path):
@@ -203,7 +151,3 @@ def test_sizes_do_not_depend_on_the_order_of_uses():
     uses = [LayerUse(view, shape, True) for shape in shapes]
     sizes = {num_entries(Uses(x), ["weight"], {"weight": (5, 3)}, 99) for x in (uses, uses[::-1])}
     assert sizes == {15 + 25 + 9}
-
-
-def test_the_largest_tasks_go_first_to_the_process_that_has_least():
-    assert among([4, 9, 1, 4], 2) == [1, 0, 1, 1]

@@ -1,0 +1,115 @@
+"""Inner products of the gradients of samples with vectors: batch by batch, and in files."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from curvlinops.influence.low_rank import LowRankColumns
+from curvlinops.influence.row_files import RowFiles
+from curvlinops.layers.gradients import LowRank
+from curvlinops.linear_operator.vectors import is_followed, read
+from curvlinops.operators.sample_rows import products, products_by_position, shape_of
+from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.keys import Key, of_tensors
+
+NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach these."
+
+#: Vectors by parameter, ``[K, *shape]``.
+Vectors = Mapping[str, Tensor | LowRank]
+
+
+def vectors_of(rows: Any, P: Any) -> tuple[Vectors, bool]:
+    """Return vectors as columns, and whether they are one vector without an axis for K."""
+    if isinstance(P, LowRankColumns):
+        if P.shapes != dict(rows.domain.shapes):
+            raise ValueError("The vectors of low rank are of other parameters than the rows.")
+        return P.columns, P.is_vector
+    columns, write = read(P, rows.domain)
+    written = write(rows.codomain.zeros(1), rows.codomain)
+    is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
+    return rows.domain.views(columns), is_vector
+
+
+def follows(columns: Vectors) -> bool:
+    """Return whether autograd follows the vectors."""
+    return any(is_followed(x) for x in columns.values() if isinstance(x, Tensor))
+
+
+def scoring(
+    rows: Any, columns: Vectors, is_vector: bool, per_position: bool = False
+) -> Callable[[BatchProblem], Tensor]:
+    """Return a function that computes the scores of all rows of a batch."""
+    if per_position and rows.terms == "term":
+        raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+
+    def of(problem: BatchProblem) -> Tensor:
+        if per_position:
+            scores = products_by_position(problem, columns, type(rows).__name__)
+        else:
+            scores = products(rows._rows_of(problem), columns)
+        return scores[..., 0] if is_vector else scores
+
+    return of
+
+
+def all_scores(rows: Any, P: Any, out: str | Path | None, per_position: bool) -> Tensor:
+    """Return the scores of all rows, see ``PerSampleGradientLinearOperator.scores``."""
+    if out is not None and Path(out).suffix == ".npy":
+        raise ValueError(
+            f"out={str(out)!r} should be a directory, to which scores are written in parts. To "
+            "write one file of NumPy, call np.save(path, rows.scores(P))."
+        )
+    columns, is_vector = vectors_of(rows, P)
+    is_whole = isinstance(P, LowRankColumns)
+    if not is_whole:
+        rows._check_number(shape_of(columns)[0])
+    vectors = columns if is_whole else rows.risk.model.shards.whole(columns)
+    of = scoring(rows, vectors, is_vector, per_position)
+    if follows(columns):
+        if per_position or out is not None:
+            raise ValueError(f"Scores by position or in a file {NOT_DIFFERENTIABLE}")
+        scores = rows._multiply(read(P, rows.domain)[0]).T
+        return scores[:, 0] if is_vector else scores
+
+    def found(done: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        return _equally_long(rows._by_batch("scores", of, done))
+
+    files = None
+    if out is not None:
+        options = {"per_position": per_position, "one vector": is_vector, **_numbers_of(columns)}
+        files = RowFiles(Path(out), rows.shape[0], rows._key(options))
+    num_columns, like = shape_of(columns)
+    scores = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
+    with rows.risk.adding.sharing({} if is_whole else columns):
+        if files is not None:
+            files.fill(found)
+        for places, some in found() if files is None else _equally_long(files):
+            if not len(scores):
+                scores = like.new_zeros(rows.shape[0], *some.shape[1:])
+            scores[places.to(like.device)] = some.to(like)
+    return scores.cpu().numpy() if isinstance(P, np.ndarray) else scores
+
+
+def _equally_long(found: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield scores of some rows; refuse sequences of other lengths than the first ones."""
+    first = None
+    for places, scores in found:
+        first = scores if first is None else first
+        if scores.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"There are batches with sequences of {first.shape[1]} and of {scores.shape[1]} "
+                "positions. For per_position=True, pad all batches to the same length."
+            )
+        yield places, scores
+
+
+def _numbers_of(columns: Vectors) -> Key:
+    """Return numbers of vectors by the parameter; some vectors may have a low rank."""
+    tensors = {}
+    for name, x in columns.items():
+        for part, tensor in enumerate((x.left, x.right) if isinstance(x, LowRank) else (x,)):
+            tensors[f"the vectors for {name}" + ", second factor" * part] = tensor
+    return of_tensors(tensors)
