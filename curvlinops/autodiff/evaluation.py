@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops.autodiff import overrides
 from curvlinops.autodiff.model import Model
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.support.autograd_graph import graph_nodes, leaf_variables, runs_python
+from curvlinops.support.autograd_graph import leaf_variables
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
@@ -89,16 +89,13 @@ class Evaluation:
         return () if self._modules is None else self._modules.copies
 
     def of_graph(
-        self, outputs: Iterable[Tensor]
+        self, runs_python: bool
     ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
-        """Return the context for backward passes through the graphs of some outputs.
+        """Return the context for backward passes, and the tensors that it keeps in memory.
 
         It is ``active`` if these run the user's code, or the model is a closure; else nothing.
-
-        Returns:
-            The context, and the tensors that it keeps in memory.
         """
-        if not self._model.substitutable or any(map(runs_python, graph_nodes(*outputs))):
+        if runs_python or not self._model.substitutable:
             return self.active, self.copies
         return nullcontext, ()
 

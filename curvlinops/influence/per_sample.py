@@ -195,8 +195,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             Linear(lambda u: (u.unsqueeze(-1) * g).reshape(len(u), *shape).to(dtype), (g,)),
         )
 
-    def _rows_of(self, problem: BatchProblem) -> SampleRows:
-        rows = rows_of(problem, self.terms, type(self).__name__)
+    def _rows_of(self, problem: BatchProblem, together: bool = False) -> SampleRows:
+        rows = rows_of(problem, self.terms, type(self).__name__, together=together)
         self._fallbacks = rows.fallbacks
         return rows
 
@@ -425,7 +425,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the norm of each row, ``[N]``."""
         squares = self._all.zeros(1)[0]
         with self._batches("norms") as batches:
-            for pieces, view in self._gradients(batches):
+            for pieces, view in self._gradients(batches, together=True):
                 for samples, gradients in pieces:
                     view(squares)[:, samples] += sum(
                         gradient.squared_norms() for gradient in gradients.values()
@@ -479,11 +479,13 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._check_finite(space.not_finite(out))
         return out / self.shape[0]
 
-    def _gradients(self, batches: Iterable[BatchProblem]) -> Iterator[GradientsOfRows]:
+    def _gradients(
+        self, batches: Iterable[BatchProblem], together: bool = False
+    ) -> Iterator[GradientsOfRows]:
         """Yield gradients of V vectors and N samples, and which of all rows they are."""
         slices = RowSlices(self._all.dim)
         for problem in slices.of(batches):
-            batch_rows = self._rows_of(problem)
+            batch_rows = self._rows_of(problem, together)
             rows, gradients = slices.next(batch_rows.num_rows), batch_rows.gradients
             for pieces, view in gradients:
                 yield pieces, lambda x, rows=rows, view=view: view(x[rows])

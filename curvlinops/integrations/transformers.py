@@ -20,7 +20,6 @@ from curvlinops.autodiff.parameters import unwrapped
 from curvlinops.losses import wrap_loss
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
-from curvlinops.support.warnings import warn
 from curvlinops.team.shards import shards_of
 from curvlinops.team.team import team_of
 
@@ -89,10 +88,9 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
             ``DataParallel``. It is called with the entries of a batch as keyword arguments, and
             with ``use_cache=False`` if it takes that.
         loader: An iterable over dictionaries or ``BatchEncoding``, the same in each pass. Batches
-            are those of ``model(**batch)``: entries that its forward does not accept are refused.
-            Labels are the entry ``"labels"`` or ``"label"``; -100 is ignored. Batches of a causal
-            language model without labels get ``input_ids`` as labels, with -100 at padding, where
-            ``attention_mask`` is zero.
+            are those of ``model(**batch)``. Labels are the entry ``"labels"`` or ``"label"``; -100
+            is ignored. Batches of a causal language model without labels get ``input_ids`` as
+            labels, with -100 at padding, where ``attention_mask`` is zero.
         task: The task. Default: by the name of the model's class.
 
     Returns:
@@ -104,14 +102,18 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
 
     Raises:
         TypeError: If the model is no Module, ``FullyShardedDataParallel``, or returns no logits; if
-            the loader yields no dictionaries, or entries that the model does not accept.
+            the loader yields no dictionaries.
         ValueError: If the task is unknown, or not that of the model, whose own loss is another one
             or has further terms; if the model writes to a parameter; if no parameter requires
             gradients; if batches have no labels, or there is no batch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a Module, got {type(model).__name__}.")
-    _check_loader(loader)
+    if isinstance(loader, Iterator):
+        raise ValueError(
+            f"loader is a one-shot iterator ({type(loader).__name__}), exhausted after one pass. "
+            "Pass a DataLoader or a list of batches."
+        )
     model = unwrapped(model)
     check_modules(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
@@ -124,16 +126,13 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
             "the parameters of the matrix."
         )
     loss_func = _loss_of(model_func, base, loader)
-    return model_func, loss_func, params, Pairs(loader, task, loss_func, _padding_of(base, task))
+    return model_func, loss_func, params, Pairs(loader, task, loss_func)
 
 
 class Logits(nn.Module):
     """A model as a function from a batch to its logits, with classes on axis 1.
 
-    Args:
-        model: The model.
-        task: Its task.
-        options: Further keyword arguments of each call.
+    ``options`` are further keyword arguments of each call.
     """
 
     def __init__(self, model: nn.Module, task: str, options: Mapping[str, Any]):
@@ -164,21 +163,14 @@ class Logits(nn.Module):
         return self.wrapped(**X, **self.options)
 
     def attention_masks(self, X: Mapping[str, Any]) -> list[Tensor]:
-        """Return the masks ``[N, T]`` of the sequences in a batch, zero at padding.
-
-        KFAC's averages leave padding out, so that they do not depend on how much there is.
-        """
+        """Return the masks ``[N, T]`` of the sequences in a batch, zero at padding, for KFAC."""
         masks = [X.get("attention_mask"), X.get("decoder_attention_mask")]
         if masks[1] is None and "labels" in X:  # the padding of a decoder has no label
             masks[1] = X["labels"] != _IGNORED
         return [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
 
     def arranged(self, output: Any) -> Tensor:
-        """Return the logits in a model's output, with classes on axis 1.
-
-        Raises:
-            TypeError: If there are none.
-        """
+        """Return the logits in a model's output, with classes on axis 1."""
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             name = type(self.wrapped).__name__
@@ -194,24 +186,10 @@ class Logits(nn.Module):
 
 
 class Pairs:
-    """The batches of a loader as pairs, in a stream.
+    """The batches of a loader of dictionaries as pairs, in a stream, with labels for the loss."""
 
-    Args:
-        loader: Yields dictionaries.
-        task: The task.
-        loss_func: The loss, for which the labels are arranged.
-        padding: The label that shows padding, if there is one besides -100.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Mapping],
-        task: str,
-        loss_func: nn.Module,
-        padding: int | None = None,
-    ):
+    def __init__(self, loader: Iterable[Mapping], task: str, loss_func: nn.Module):
         self.loader, self.task, self.loss_func = loader, task, loss_func
-        self.padding = padding
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -219,27 +197,16 @@ class Pairs:
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         for index, batch in enumerate(self.loader):
             X, labels = split(batch, self.task, index)
-            _warn_of_padding(X, labels, self.task, self.padding)
             yield X, arranged_labels(labels, self.task, self.loss_func)
 
 
 def split(batch: Mapping[str, Any], task: str, index: int) -> tuple[dict[str, Any], Tensor]:
-    """Return the inputs of a model, and the labels.
-
-    Args:
-        batch: The batch.
-        task: The task.
-        index: The batch's number, for messages.
-
-    Raises:
-        TypeError: If the batch is no dictionary, or its labels no tensor.
-        ValueError: If it has no labels, and the task is not to predict the next token.
-    """
+    """Return the inputs of a model, and the labels, of the batch with a number for messages."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"Batch {index} of the loader is a {type(batch).__name__}, expected a dictionary of "
-            "the model's keyword arguments and labels. Pairs (X, labels) are passed to the "
-            "operators themselves, without this function."
+            "the model's keyword arguments and labels. For one batch, pass [batch]. Pairs (X, "
+            "labels) are passed to the operators themselves, without this function."
         )
     X = dict(batch)
     single = X.pop("label", None)
@@ -275,32 +242,6 @@ def _next_tokens(X: Mapping[str, Any], task: str, index: int) -> Tensor:
     return ids.masked_fill(mask == 0, _IGNORED)
 
 
-def _warn_of_padding(X: Mapping[str, Any], labels: Tensor, task: str, padding: int | None) -> None:
-    """Warn of labels at positions that are padding: they count as in the model's own loss.
-
-    Args:
-        X: The inputs.
-        labels: The labels as in the batch.
-        task: The task.
-        padding: See ``Pairs``.
-    """
-    name = "decoder_attention_mask" if task == "seq2seq-lm" else "attention_mask"
-    mask = X.get(name)
-    if isinstance(mask, Tensor) and mask.shape == labels.shape and mask.ndim == 2:
-        is_padding, where = mask.to(labels.device) == 0, f"{name} is zero"
-    elif padding is not None:
-        is_padding, where = labels == padding, f"the label is pad_token_id, {padding}"
-    else:
-        return
-    counted = is_padding & (labels != _IGNORED)
-    if bool((counted[:, 1:] if task == "causal-lm" else counted).any()):
-        warn(
-            f"Some positions that are padding ({where}) have a label other than {_IGNORED}. They "
-            "count in the loss, as in the model's own. To leave padding out, let the collator set "
-            f"labels to {_IGNORED} there."
-        )
-
-
 def arranged_labels(labels: Tensor, task: str, loss_func: nn.Module) -> Tensor:
     """Return the targets of the logits in ``Logits``."""
     if task == "causal-lm":
@@ -310,20 +251,6 @@ def arranged_labels(labels: Tensor, task: str, loss_func: nn.Module) -> Tensor:
     if isinstance(loss_func, nn.CrossEntropyLoss):
         return labels.reshape(-1)
     return labels.reshape(len(labels), -1)  # [N] and [N, C] to [N, C]
-
-
-def _check_loader(loader: Any) -> None:
-    """Refuse what cannot be read again and again."""
-    if isinstance(loader, Mapping | Tensor | str) or not isinstance(loader, Iterable):
-        raise TypeError(
-            f"loader must be an iterable over dictionaries, got {type(loader).__name__}. For one "
-            "batch, pass [batch]."
-        )
-    if isinstance(loader, Iterator):
-        raise ValueError(
-            f"loader is a one-shot iterator ({type(loader).__name__}), exhausted after one pass. "
-            "Pass a DataLoader or a list of batches."
-        )
 
 
 def _task_of(base: nn.Module, task: str | None) -> str:
@@ -345,14 +272,6 @@ def _task_of(base: nn.Module, task: str | None) -> str:
         f"The task of {type(base).__name__} does not follow from its class. Pass task= (one of "
         f"{', '.join(_TASKS)}), or {_WRAPPER}"
     )
-
-
-def _padding_of(base: nn.Module, task: str) -> int | None:
-    """Return the label of padding, of a model whose decoder has no mask: it ends no sequence."""
-    config = getattr(base, "config", None)
-    padding, end = (getattr(config, f"{name}_token_id", None) for name in ("pad", "eos"))
-    is_label = padding in end if isinstance(end, list) else padding == end
-    return None if task != "seq2seq-lm" or is_label else padding
 
 
 def _takes(base: nn.Module, name: str) -> bool:
@@ -394,7 +313,6 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
         value = float(loss.sum(logits, y) / loss.denominator(logits, y))
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
-        _check_terms(base, output)
         # models in half precision may evaluate the loss in it
         least = 1e-5 if output.logits.dtype.itemsize >= 4 else 1e-4
         tolerance = max(least, 4 * torch.finfo(own.dtype).eps)
@@ -402,29 +320,8 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
     return loss_func
 
 
-def _check_terms(base: nn.Module, output: Any) -> None:
-    """Refuse a model whose output names further terms of the loss, however small they are."""
-    found = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-    others = {name: x for name, x in found.items() if name != "loss" and name.endswith("loss")}
-    terms = [n for n, x in others.items() if bool(x.any() if isinstance(x, Tensor) else x)]
-    if terms:
-        raise ValueError(
-            f"{type(base).__name__} has further terms in its loss: {', '.join(terms)}. They are no "
-            "functions of the logits, so that the problem would lack them. Switch them off, such "
-            "as those of routers by config.output_router_logits = False."
-        )
-
-
 def _own_output(model_func: Logits, base: nn.Module, X: Mapping[str, Any], labels: Tensor) -> Any:
     """Return the model's output, with its own loss, if it takes labels."""
-    try:
-        inspect.signature(base.forward).bind(**X)
-    except TypeError as error:
-        raise TypeError(
-            f"The batches have {sorted(X)}, with which {type(base).__name__} cannot be called: "
-            f"{error}. Remove from the batches what is not meant for the model, e.g. with "
-            "remove_columns of the data set, or in the collator."
-        ) from error
     config = getattr(base, "config", None)
     problem_type = getattr(config, "problem_type", None)
     try:
@@ -433,7 +330,8 @@ def _own_output(model_func: Logits, base: nn.Module, X: Mapping[str, Any], label
         shapes = {n: list(x.shape) for n, x in X.items() if isinstance(x, Tensor)}
         error.add_note(
             f"{type(base).__name__} raised this for the loader's first batch, with tensors of "
-            f"shapes {shapes | {'labels': list(labels.shape)}}."
+            f"shapes {shapes | {'labels': list(labels.shape)}}. Remove from the batches what is "
+            "not meant for the model, e.g. with remove_columns of the data set, or in the collator."
         )
         raise
     finally:  # models write what they infer
@@ -449,7 +347,7 @@ def _infer(logits: Tensor, labels: Tensor) -> str:
 
 
 def _check_loss(base: nn.Module, task: str, value: float, own: float, tolerance: float) -> None:
-    """Refuse a model whose own loss is another one."""
+    """Refuse a model whose own loss is another one, or has further terms of that size."""
     if isclose(own, value, rel_tol=tolerance, abs_tol=1e-6) or (isnan(own) and isnan(value)):
         return
     raise ValueError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from einops import rearrange
 from torch import Tensor
@@ -28,8 +28,13 @@ def convolution(node: Any, position: int) -> Use | None:
         return replace(use, joins_weight=not node._saved_transposed)
     if position == 0:
         return None
-    make = _transposed if node._saved_transposed else _plain
-    return make(node, node._saved_input, shape_of_input(node, 1))
+    if node._saved_transposed:
+        return _transposed(node, node._saved_input, shape_of_input(node, 1))
+    weight, options = shape_of_input(node, 1), (node._saved_stride, node._saved_padding)
+    filters = _Filters(weight[2:], weight[1], (*options, node._saved_dilation))
+    samples, to_rows = (output[0],), _InGroups(node._saved_groups)
+    use = Use(samples, (0,), to_rows, filters, "_saved_input", is_product=True)
+    return replace(use, is_settled=True)
 
 
 @reads("ConvolutionBackwardBackward0")
@@ -43,20 +48,34 @@ def convolution_backward(node: Any, position: int) -> Use | None:
     return _written(node._saved_grad_output, weight, window)
 
 
-def _plain(node: Any, x: Tensor, weight: Sequence[int]) -> Use:
-    """Return matrix products of the filters with patches of the input."""
-    options = node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_groups
-    window = Window.of(x, weight[2:], *options)
+class _InGroups(NamedTuple):
+    """Turns gradients of an output's images into rows, ``[V, n, groups, out, positions]``."""
 
-    def to_rows(g: Tensor) -> Tensor:
-        return rearrange(g, "v n (g o) ... -> v n g o (...)", g=window.groups)
+    number: int
 
-    def gradient(images: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:
+    def __call__(self, g: Tensor) -> Tensor:
+        return rearrange(g, "v n (g o) ... -> v n g o (...)", g=self.number)
+
+
+class _Filters(NamedTuple):
+    """Returns gradients of filters as matrix products with patches of the input.
+
+    Attributes:
+        kernel: The kernel's lengths.
+        channels: The number of channels in a group.
+        options: Stride, padding and dilation.
+    """
+
+    kernel: tuple[int, ...]
+    channels: int
+    options: tuple[Any, ...]
+
+    def __call__(self, images: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:
+        groups = images.shape[2] // self.channels
+        window = Window.of(images[0], self.kernel, *self.options, groups)
         # images of one sample, and positions in them
         g = rearrange(g, "v n s g o p -> v n (s p) g o")
         return OuterProducts(Patches(images, window), g, entries)
-
-    return Use((x.shape[0],), (0,), to_rows, gradient, inputs=lambda: x, is_product=True)
 
 
 def _transposed(node: Any, x: Tensor, weight: Sequence[int]) -> Use | None:

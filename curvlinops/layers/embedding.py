@@ -27,7 +27,7 @@ def embedding(node: Any, position: int) -> Use | None:
         tuple(range(indices.ndim)),
         to_rows=lambda g: g,
         gradient=partial(EmbeddingGradient, padding=signed(node._saved_padding_idx)),
-        inputs=lambda: indices,
+        other=indices,
         is_product=True,
     )
 
@@ -92,7 +92,7 @@ def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
         row_axes,
         to_rows=lambda g: g.reshape(len(g), *row_shape, size),
         gradient=EmbeddingGradient,
-        inputs=lambda: indices,
+        other=indices,
         is_product=True,
     )
 

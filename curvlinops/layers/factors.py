@@ -7,7 +7,7 @@ approximate curvature for modern neural network architectures, NeurIPS 2023, arX
 """
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,10 +94,6 @@ class FactoredGradient(PerSampleGradient):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x and g of some samples, multiplied by columns, see ``projected``."""
         return ((rotated(x, inputs), rotated(g, outputs)) for x, g in self.positions())
-
-    def input_key(self) -> Hashable:
-        """Return a value that is equal for gradients with the same inputs, while these exist."""
-        return id(self)
 
     def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs.

@@ -1,7 +1,7 @@
 """Inputs of matrix products: tensors, and the patches that convolutions multiply."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import torch
@@ -31,10 +31,6 @@ class Inputs(ABC):
     @abstractmethod
     def __getitem__(self, samples: slice) -> Tensor:
         """Return the inputs of some samples, ``[n, S, G, I]``."""
-
-    @abstractmethod
-    def key(self) -> Hashable:
-        """Return a value that is equal for the same inputs, while these exist."""
 
     @abstractmethod
     def to(self, dtype: torch.dtype) -> "Inputs":
@@ -77,10 +73,6 @@ class StoredInputs(Inputs):
         """Return the inputs of some samples."""
         return self._values[samples]
 
-    def key(self) -> Hashable:
-        """Return where the inputs are in memory."""
-        return _place(self._values)
-
     def to(self, dtype: torch.dtype) -> "StoredInputs":
         """Return the same inputs in another dtype."""
         values = self._values.to(dtype)
@@ -108,10 +100,6 @@ class Patches(Inputs):
         images = self.images[samples]
         patches = make_patches(images.flatten(0, 1), self.window)
         return patches.unflatten(0, images.shape[:2]).flatten(1, 2)
-
-    def key(self) -> Hashable:
-        """Return where the images are in memory, and the window."""
-        return _place(self.images), repr(self.window)
 
     def to(self, dtype: torch.dtype) -> "Patches":
         """Return the same patches in another dtype."""
@@ -173,7 +161,3 @@ class Patches(Inputs):
 
         gradients = torch.func.vmap(of_one)(images, outputs)
         return gradients.reshape(len(g), window.groups, -1, self.shape[3])
-
-
-def _place(x: Tensor) -> Hashable:
-    return x.device, x.data_ptr(), x.dtype, x.shape, x.stride()

@@ -1,7 +1,8 @@
 """Products with a matrix."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from curvlinops.support.torch_internals import shape_of_output
 @reads("MmBackward0")
 def mm(node: Any, position: int) -> Use | None:
     """``self @ mat2``."""
-    return _factor(node, position == 0, node._saved_mat2 if position == 0 else node._saved_self)
+    return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
 
 
 @reads("AddmmBackward0", "SparseAddmmBackward0")
@@ -23,14 +24,14 @@ def addmm(node: Any, position: int) -> Use | None:
     if position == 0:
         shape = shape_of_input(node, 0)
         return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
-    other = node._saved_mat2 if position == 1 else node._saved_mat1
+    other = "_saved_mat2" if position == 1 else "_saved_mat1"
     return _factor(node, position == 1, other, node._saved_alpha)
 
 
 @reads("BmmBackward0")
 def bmm(node: Any, position: int) -> Use | None:
     """``self @ mat2``, for each entry of a batch."""
-    return _factor(node, position == 0, node._saved_mat2 if position == 0 else node._saved_self)
+    return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
 
 
 @reads("BaddbmmBackward0")
@@ -39,7 +40,7 @@ def baddbmm(node: Any, position: int) -> Use | None:
     if position == 0:
         shape = shape_of_input(node, 0)
         return rules.broadcast(shape, shape_of_output(node), float(node._saved_beta))
-    other = node._saved_batch2 if position == 1 else node._saved_batch1
+    other = "_saved_batch2" if position == 1 else "_saved_batch1"
     return _factor(node, position == 1, other, node._saved_alpha)
 
 
@@ -48,7 +49,7 @@ def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
     """``self[start:end] @ mat2[i]``, as for routed experts, or a product of batches."""
     x, w_shape, ends = node._saved_self, shape_of_input(node, 1), node._saved_offs
     if ends is None:
-        return _factor(node, position == 0, node._saved_mat2 if position == 0 else x)
+        return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
     if position == 0 or x.ndim != 2 or len(w_shape) != 3:
         return None
     ends = ends.tolist()
@@ -60,7 +61,7 @@ def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
 @reads("MvBackward0")
 def mv(node: Any, position: int) -> Use | None:
     """``self @ vec``."""
-    return _matrix_or_vector(node, position, node._saved_self, node._saved_vec)
+    return _matrix_or_vector(node, position, "_saved_self")
 
 
 @reads("AddmvBackward0")
@@ -69,17 +70,15 @@ def addmv(node: Any, position: int) -> Use | None:
     if position == 0:
         shape = shape_of_input(node, 0)
         return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
-    scale = node._saved_alpha
-    return _matrix_or_vector(node, position - 1, node._saved_mat, node._saved_vec, scale)
+    return _matrix_or_vector(node, position - 1, "_saved_mat", node._saved_alpha)
 
 
 @reads("DotBackward0", "VdotBackward0")
 def dot(node: Any, position: int) -> Use | None:
     """The inner product of two vectors."""
-    other = getattr(node, ("_saved_tensor", "_saved_self")[position], None)
-    if other is None:
-        other = node._saved_other
-    return contraction("i, i -> ", other, shape_of_input(node, position))
+    other, shape = ("_saved_tensor", "_saved_self")[position], shape_of_input(node, position)
+    other = "_saved_other" if getattr(node, other, None) is None else other
+    return contraction("i, i -> ", other, shape, x_shape=shape)
 
 
 @reads("TrilinearBackward0")
@@ -97,9 +96,11 @@ def bilinear(node: Any, position: int) -> Use | None:
     return contraction("n i j, o i j -> n o", product, shape_of_input(node, 1), x_shape=shape)
 
 
-def _factor(node: Any, left: bool, x: Tensor, scale: float = 1) -> Use | None:
+def _factor(node: Any, left: bool, other: str, scale: float = 1) -> Use | None:
     """Return the use of w in ``w @ x`` or ``x @ w``, times a scale."""
-    return factor(x, shape_of_input(node, _position(node, left)), left, scale)
+    position = len(node.next_functions) - (2 if left else 1)
+    shapes = shape_of_output(node), shape_of_input(node, position)
+    return factor(other, *shapes, left, scale)
 
 
 def _matrix_of(x: Tensor, w_shape: Sequence[int], i: int, start: int, end: int) -> Use | None:
@@ -107,62 +108,58 @@ def _matrix_of(x: Tensor, w_shape: Sequence[int], i: int, start: int, end: int) 
     rows = slice(start, end)
     axes = (None, None)  # samples have unequal numbers of these rows
     use = contraction("r i, i o -> r o", x[rows], w_shape, lambda g: g[:, rows], output_axes=axes)
-    if use is not None:
-        use.part = i
-    return use
+    return use and replace(use, part=i)
 
 
-def _position(node: Any, left: bool) -> int:
-    """Return the position of the left or of the right factor among a node's inputs."""
-    num_inputs = len(node.next_functions)
-    return num_inputs - 2 + (not left)
+class _Product(NamedTuple):
+    """Turns gradients of a node's output into those of a product, of which it has a multiple."""
+
+    shape: tuple[int, ...]
+    scale: float
+
+    def __call__(self, g: Tensor) -> Tensor:
+        g = g.reshape(len(g), *self.shape)
+        return g if self.scale == 1 else g * self.scale
 
 
 def factor(
-    x: Tensor, w_shape: Sequence[int], left: bool, scale: float = 1, batch: Sequence[int] = ()
+    other: str,
+    output: Sequence[int],
+    w_shape: Sequence[int],
+    left: bool,
+    scale: float = 1,
+    batch: Sequence[int] | None = None,
 ) -> Use | None:
     """Return the use of w in ``w @ x`` or ``x @ w``; axes of length one in front are broadcast.
 
     Args:
-        x: The other factor, ``[*batch, *, *]``.
+        other: The attribute of the node that is x.
+        output: The shape of the product, ``[*batch, *, *]``.
         w_shape: The shape of w. It may lack axes in front.
         left: Whether w is the left factor.
         scale: A scale of the product. It multiplies gradients, which are there for a short time.
         batch: The axes of the batch that the node sees as one. Default: it sees the axes.
     """
-    x = x.reshape(*batch, *x.shape[-2:]) if batch else x
-    batch = tuple(x.shape[:-2])
+    batch, (*_, rows, columns) = tuple(output[:-2] if batch is None else batch), output
     names = [f"b{axis}" for axis in range(len(batch))]
     num_more = len(batch) - (len(w_shape) - 2)
     kept = [num_more + axis for axis, length in enumerate(w_shape[:-2]) if length != 1]
     of_x, of_w = " ".join(names), " ".join(names[axis] for axis in kept)
     if left:
-        equation = f"{of_x} i rows, {of_w} o i -> {of_x} o rows"
-        output = (*batch, w_shape[-2], x.shape[-1])
+        equation, x_shape = f"{of_x} i rows, {of_w} o i -> {of_x} o rows", (w_shape[-1], columns)
     else:
-        equation = f"{of_x} rows i, {of_w} i o -> {of_x} rows o"
-        output = (*batch, x.shape[-2], w_shape[-1])
-
-    def to_product(g: Tensor) -> Tensor:
-        g = g.reshape(len(g), *output)
-        return g if scale == 1 else g * scale
-
+        equation, x_shape = f"{of_x} rows i, {of_w} i o -> {of_x} rows o", (rows, w_shape[-2])
+    product = (*batch, rows, columns)
     shape = [*(batch[axis] for axis in kept), *w_shape[-2:]]
-    use = contraction(equation, x, shape, to_product)
-    if use is not None:
-        use.output_shape = output
-    return use
+    use = contraction(equation, other, shape, _Product(product, scale), (*batch, *x_shape))
+    return use and replace(use, output_shape=product)
 
 
-def _matrix_or_vector(
-    node: Any, position: int, matrix: Tensor, vector: Tensor, scale: float = 1
-) -> Use | None:
+def _matrix_or_vector(node: Any, position: int, matrix: str, scale: float = 1) -> Use | None:
     """Return the use of the matrix (position 0) or of the vector in a product."""
-
-    def to_product(g: Tensor) -> Tensor:
-        return g if scale == 1 else g * scale
-
+    output = shape_of_output(node)
     shape = shape_of_input(node, len(node.next_functions) - 2 + position)
+    product = _Product(output, scale)
     if position == 0:
-        return contraction("i, o i -> o", vector, shape, to_product)
-    return contraction("r i, i -> r", matrix, shape, to_product)
+        return contraction("i, o i -> o", "_saved_vec", shape, product, shape[1:])
+    return contraction("r i, i -> r", matrix, shape, product, (*output, *shape))

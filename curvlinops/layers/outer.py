@@ -62,10 +62,6 @@ class OuterProducts(FactoredGradient):
         for some in self.x.slices():
             yield self.x[some], self.g[:, some]
 
-    def input_key(self) -> Hashable:
-        """Return a value that is equal for gradients with the same inputs, while these exist."""
-        return self.x.key()
-
     def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the inputs' outer products, and the number of inputs."""
         if mask is not None:

@@ -5,9 +5,10 @@ A *use* is a node at which a parameter, or a function of parameters alone, meets
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.autograd.graph import GradientEdge
 
@@ -33,75 +34,55 @@ _WITH_BIAS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "TrilinearBackwar
 # --- what is read
 
 
-class LookedUp(NamedTuple):
-    """A lookup in a table at constant indices, such as those of positions.
-
-    Attributes:
-        output: The rows that were looked up, a function of the table.
-        use: The way in which these depend on the table.
-        table: The table: a parameter, or a function of parameters.
-        view_of: Its entries of a parameter, ``None`` if it is another function.
-    """
-
-    output: GradientEdge
-    use: Use
-    table: GradientEdge
-    view_of: ViewOf | None
-
-    @classmethod
-    def at(cls, output: GradientEdge, view_of: ViewOf | None) -> "LookedUp | None":
-        """Return the lookup whose output is given, ``None`` if no rule knows it."""
-        (use,) = uses_of(output.node, 0) or (None,)
-        return use and cls(output, use, GradientEdge(*output.node.next_functions[0]), view_of)
-
-    @property
-    def entries(self) -> Entries | None:
-        """The entries of a parameter that the table has, in the order of gradients."""
-        return self.view_of and self.view_of.entries(self.use)
-
-
 @dataclass(eq=False)
 class ParameterUse:
     """A node at which a parameter, or a function of parameters, meets data.
 
+    It has no tensors and no nodes, but their numbers: it is the same in all equal graphs.
+
     Attributes:
         call: The number of the product, the same for a product with a weight and its bias.
-        node: The node.
+        node: The number of the node.
         position: The argument's position among the node's inputs.
-        use: The way in which the node's output depends on the argument.
-        source: The argument: a parameter, or a function of parameters.
+        use: The way in which the node's output depends on the argument; its ``structure``, if it
+            is not settled.
+        source: The argument, a function of parameters: the number of a node, and of its output.
+        shape: The shape of the argument.
         view_of: Its entries of a parameter, ``None`` if it is another function.
-        lookup: The lookup whose rows the argument is a function of, row by row; ``None`` without.
-        names: The parameters on which the argument depends.
+        lookup: The lookup in a table at constant indices, such as those of positions, whose rows
+            the argument is a function of, row by row; ``None`` without.
+        name: The parameter. The argument may depend on others, too.
         expanded: The node that expands the argument for a product of batches; ``None`` without.
         samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
+        kind: Equal for uses of parameters that can be computed together; ``None`` for others.
     """
 
     call: int
-    node: Any
+    node: int
     position: int
     use: Use
-    source: GradientEdge
+    source: tuple[int, int]
+    shape: tuple[int, ...]
     view_of: ViewOf | None
-    lookup: LookedUp | None
-    names: tuple[str, ...]
-    expanded: Any = None
+    lookup: "ParameterUse | None"
+    name: str
+    expanded: int | None = None
     samples: SampleAxis | None = None
+    kind: int | None = None
 
-    @property
-    def edge(self) -> GradientEdge:
-        """The edge that the gradient of the node's output passes."""
-        return GradientEdge(self.node, 0)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the argument."""
-        return shape_of_output(*self.source[:2])
-
-    @property
+    @cached_property
     def entries(self) -> Entries | None:
         """The entries of a parameter that the argument is, in the order of gradients."""
         return self.view_of and self.view_of.entries(self.use)
+
+    def asked(self, nodes: Sequence[Any]) -> Use | None:
+        """Return the use in an equal graph, ``None`` if it is another one there."""
+        expanded = None if self.expanded is None else nodes[self.expanded]
+        uses, _ = uses_at(nodes[self.node], self.position, expanded)
+        if uses is None or len(uses) != 1:
+            return None
+        use = replace(uses[0], is_bias=self.use.is_bias, joins_weight=self.use.joins_weight)
+        return use if use.structure == self.use else None
 
 
 # --- reading
@@ -119,10 +100,10 @@ def uses_at(
     """
     if expanded is not None:
         left = position == len(node.next_functions) - 2
-        x = node._saved_mat2 if left else node._saved_self
-        batch = shape_of_output(expanded)[:-2]
         source = GradientEdge(*expanded.next_functions[0])
-        use = factor(x, shape_of_output(*source[:2]), left, batch=batch)
+        shapes = shape_of_output(node), shape_of_output(*source[:2])
+        batch = shape_of_output(expanded)[:-2]
+        use = factor("_saved_mat2" if left else "_saved_self", *shapes, left, batch=batch)
         return use and [use], source
     source = GradientEdge(*node.next_functions[position])
     if input_metadata(*source[:2]).dtype.is_complex or not has_plain_shape(node):
@@ -166,6 +147,7 @@ class Reading:
         is_function: IsFunction,
     ):
         self._order, self._asked = order, is_function
+        self._numbers = {node: number for number, node in enumerate(order)}
         self._leaves, self._shapes = leaves, shapes
         #: The functions of parameters, and the parameters that they depend on.
         self._names: dict[Any, tuple[str, ...]] = {node: (name,) for node, name in leaves.items()}
@@ -198,25 +180,29 @@ class Reading:
             names = dict.fromkeys(name for source, _ in sources for name in self._names[source])
             self._names[node] = tuple(names)
             return
+        numbers = self._numbers
         for position in reversed(own):  # a bias comes in front of the factors
             source = GradientEdge(*edges[position])
             names = self._names[source.node]
             expanded = self._expanded.get(source.node)
             uses, source = uses_at(node, position, expanded)
+            shape, argument = shape_of_output(*source[:2]), (numbers[source[0]], source[1])
             view = self.view_of(*source[:2])
             if uses is None or (view is None and any(use.part is not None for use in uses)):
                 self.unread.update(names)
                 continue
             call = self._products.setdefault(node, number)
             product = self._product(node, position)
-            lookup = None if view else self._lookup(*source[:2])
+            lookups = {name: None if view else self._lookup(*source[:2], name) for name in names}
             for use in uses:
                 if product is not None:
-                    call, use.is_bias, use.joins_weight = product, True, True
+                    call, use = product, replace(use, is_bias=True, joins_weight=True)
                 part = view if use.part is None else view.select(0, use.part)
-                found = ParameterUse(call, node, position, use, source, part, lookup, names)
-                found.expanded = expanded
-                self.uses.append(found)
+                place = call, number, position, use, argument, shape, part
+                self.uses += [
+                    ParameterUse(*place, lookup, name, numbers.get(expanded))
+                    for name, lookup in lookups.items()
+                ]
 
     def _is_function(self, node: Any, signature: Signature) -> bool:
         """Return whether a node whose inputs with gradients are functions of parameters is one."""
@@ -288,13 +274,16 @@ class Reading:
             self._views[key] = view
         return self._views[key]
 
-    def _lookup(self, node: Any, number: int) -> LookedUp | None:
+    def _lookup(self, node: Any, number: int, name: str) -> ParameterUse | None:
         """Return the lookup in a table, if a tensor is a function of its rows."""
         shape = shape_of_output(node, number)
         while node not in self._leaves and shape_of_output(node, number) == shape:
             if node.name() == "EmbeddingBackward0":
-                view = self.view_of(*node.next_functions[0])
-                return LookedUp.at(GradientEdge(node, number), view)
+                (use,), place = uses_of(node, 0) or (None,), self._numbers[node]
+                table, output = node.next_functions[0]
+                argument = (self._numbers[table], output), shape_of_output(table, output)
+                view = self.view_of(table, output)
+                return use and ParameterUse(place, place, 0, use, *argument, view, None, name)
             sources = [x for x in node.next_functions if x[0] is not None]
             if len(sources) != 1:
                 return None

@@ -1,10 +1,10 @@
 """One forward pass: all uses of parameters in it, and the gradients that they add up to."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +20,16 @@ from curvlinops.layers.gradients import (
     PulledBackGradient,
     sum_of,
 )
+from curvlinops.layers.graph import Graph, graph_of
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.plan import Plan, identity
-from curvlinops.layers.reading import (
-    LOOKUPS,
-    PRODUCTS,
-    LookedUp,
-    ParameterUse,
-    Reading,
-    Signature,
-)
+from curvlinops.layers.plan import Plan
+from curvlinops.layers.reading import LOOKUPS, PRODUCTS, ParameterUse, Reading, Signature
 from curvlinops.layers.rules import Use
 from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped, sample_axes
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch
-from curvlinops.support.autograd_graph import addresses, inputs_first, least_precise, saved_memory
+from curvlinops.support.autograd_graph import addresses, least_precise, saved_memory
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
@@ -45,47 +39,11 @@ from curvlinops.support.torch_internals import input_metadata, shape_of_output
 #: The caller knows how many vectors the memory allows.
 _ANY_NUMBER = 2**31
 
+#: The number of entries that are copied so that equal uses are computed together.
+_COPIED = 2**16
+
 #: Rows all of which belong to one sample.
 _ONE_SAMPLE = SampleAxis(0, 1, 1)
-
-
-@dataclass(eq=False, slots=True)
-class UseGradient:
-    """The gradients that one use contributes to a parameter.
-
-    Attributes:
-        recorded: The use.
-        name: The parameter.
-        is_unassigned: Whether no axis numbers the samples; all rows are stored as one sample,
-            which suffices for sums.
-    """
-
-    recorded: ParameterUse
-    name: str
-    is_unassigned: bool
-    _make: Callable[[], PerSampleGradient] | None
-    _gradient: PerSampleGradient | None = None
-
-    @property
-    def gradient(self) -> PerSampleGradient:
-        """The gradients, which are made when they are first read."""
-        if self._gradient is None:
-            # the memory of inputs and gradients is given back
-            self._gradient, self._make = self._make(), None
-        return self._gradient
-
-
-class BackwardPass(NamedTuple):
-    """The results of a backward pass.
-
-    Attributes:
-        outputs: The gradient at each use's output, ``[V, *output]``.
-        totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
-            of gathered parameters would fill the memory, and are computed one by one.
-    """
-
-    outputs: dict[ParameterUse, Tensor]
-    totals: dict[str, Tensor]
 
 
 class RecordedBatch:
@@ -94,22 +52,29 @@ class RecordedBatch:
     Args:
         problem: The model on a batch.
         names: The parameters.
+        graphs: The known graphs. If none is that of this pass, it is added.
         tracks_inputs: Whether the graph shows what depends on real numbers in X.
 
     Attributes:
         names: The parameters.
         output: The model's output, with samples along the first axis.
+        operations: A hash of the graph's operations.
         num_samples: The number of samples. Each has the same number of neighboring output rows.
         weight: The batch's weight. Who records the batch sets it.
         nodes: All nodes of the graph, inputs before what uses them.
-        uses: The uses of parameters, see ``read``.
-        unread: The parameters that meet data at a node whose rule is not known.
-        conclusions: Conclusions of other classes from the uses in this graph and in equal ones, by
-            their own keys.
+        plan: What the graph has shown of uses.
+        uses: The uses of ``names``.
+        others: The other factor of each use, see ``Use.other``.
         is_freed: Whether the last backward pass has freed the graph.
     """
 
-    def __init__(self, problem: BatchProblem, names: list[str], tracks_inputs: bool = False):
+    def __init__(
+        self,
+        problem: BatchProblem,
+        names: list[str],
+        graphs: dict[Graph, Hashable],
+        tracks_inputs: bool = False,
+    ):
         self.names, self._tracks_inputs = names, tracks_inputs
         self._problem = problem
         self._leaves = problem.leaves()
@@ -119,17 +84,20 @@ class RecordedBatch:
             if output.requires_grad and output.is_leaf:  # a parameter itself
                 output = output.view_as(output)
         self.output = output
+        self._graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
+        self.operations = self._graph.operations
         # checkpoints compute again what they have saved, when it is read or differentiated
-        self._context, _ = self._evaluation.of_graph([output])
+        self._context, _ = self._evaluation.of_graph(self._graph.runs_python)
         self.num_samples, self.weight = 0, output.new_zeros(())
+        self.plan, self.is_freed = Plan((), ()), False
         self.uses: list[ParameterUse] = []
-        self.conclusions: dict[Any, Any] = {}
-        self.is_freed = False
-        self.unread: set[str] = set()
+        self.others: dict[ParameterUse, Any] = {}
+        #: The rules of uses that do not hold in each equal graph.
+        self._asked: dict[ParameterUse, Use] = {}
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
-        self.nodes = inputs_first(self.output)
-        check_graph(self.nodes, problem.model, self._leaves, must_depend=False)
+        others = (self.nodes[number] for number in self._graph.others)
+        check_graph(others, problem.model, self._leaves, must_depend=False)
 
     def teach(self) -> None:
         """Let the problem learn from the output, if it is the model's first."""
@@ -137,22 +105,38 @@ class RecordedBatch:
             with self._evaluation.active():
                 self._problem.learn_from(self.output, self._leaves, must_depend=False)
 
-    def read(self, roles: dict[Signature, bool], plans: dict[Any, Plan]) -> None:
-        """Find the uses of parameters in the graph, and the samples of their rows.
+    def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
+        """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
+        plans, same = self._graph.plans, (self.num_samples, tuple(self.names))
+        plan = plans.get(same)
+        if plan is None or not self._holds(plan):
+            self.others, self._asked, before = {}, {}, dict(roles)
+            plan, is_sure = self._new_plan(roles)
+            if any(known and not before.get(signature) for signature, known in roles.items()):
+                for graph in [*graphs]:  # some may have taken it for a use
+                    graph.plans.clear()
+            if is_sure:
+                plans[same] = plan
+            self._holds(plan)
+        self.plan, self.uses = plan, [*plan.uses]
 
-        Args:
-            roles: What graphs of this model have shown of nodes, see ``Reading``. What this one
-                shows is added.
-            plans: The plans of earlier graphs. If none is of this graph, that of this one is added.
-        """
-        same = self.num_samples, identity(self.nodes, self._reached)
-        if (plan := plans.get(same)) is not None:
-            with self._context():
-                uses = plan.uses(self.nodes)
-            if uses is not None:
-                self.uses, self.unread, self.conclusions = uses, {*plan.unread}, plan.conclusions
-                return
-        self._depends_on_numbers, before = False, dict(roles)
+    def _holds(self, plan: Plan) -> bool:
+        """Read what the uses of a plan need; return whether rules find them in this graph, too."""
+        with self._context():
+            for use in plan.read:
+                rule = use.use
+                if not rule.is_settled:
+                    rule = self._asked.get(use) or use.asked(self.nodes)
+                    if rule is None:
+                        return False
+                    self._asked[use] = rule
+                other, node = rule.other, self.nodes[use.node]
+                self.others[use] = getattr(node, other) if isinstance(other, str) else other
+        return True
+
+    def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
+        """Return the plan of a new graph, and whether it is that of all equal graphs."""
+        self._depends_on_numbers = False
         axes = self._sample_axes() if self.num_samples > 1 else {}
         reading = self._reading(axes, roles)
         if reading.has_open and not self._tracks_inputs:
@@ -160,15 +144,15 @@ class RecordedBatch:
             reading = self._reading(axes, roles)
         for signature, is_function in reading.roles.items():
             roles[signature] = is_function or roles.get(signature, False)
-        if any(known and not before.get(signature) for signature, known in roles.items()):
-            plans.clear()  # some may have taken it for a use
-        self.uses, self.unread = reading.uses, reading.unread
-        for use in self.uses:
+        for use in reading.uses:
             use.samples = self._samples_of_rows(use, axes)
-        has_parts = any(use.use.part is not None for use in self.uses)
-        if not (self._depends_on_numbers or has_parts or reading.has_open):
-            plan = plans[same] = Plan(self.nodes, self.uses, self.unread)
-            self.conclusions = plan.conclusions
+        has_parts = any(use.use.part is not None for use in reading.uses)
+        is_sure = not (self._depends_on_numbers or has_parts or reading.has_open)
+        plan = Plan(reading.uses, reading.unread)
+        for use in plan.read:
+            if not use.use.is_settled:  # a plan keeps no tensors
+                self._asked[use], use.use = use.use, use.use.structure
+        return plan, is_sure
 
     def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
         @cache
@@ -192,7 +176,9 @@ class RecordedBatch:
 
         shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
         with self._context():
-            return Reading(self.nodes, self._reached, shapes, is_function)
+            known, names = self._graph.leaves.items(), set(self.names)
+            reached = {self.nodes[number]: name for number, name in known if name in names}
+            return Reading(self.nodes, reached, shapes, is_function)
 
     def _learn_roles(self, roles: dict[Signature, bool]) -> None:
         """Find out what is data, by a graph that shows what depends on real numbers in X.
@@ -205,14 +191,14 @@ class RecordedBatch:
         try:
             with preserved_rng():
                 batch = Batch(problem.batch.index, map_leaves(X, _tracked), None)
-                twin = RecordedBatch(problem.on(batch), self.names, tracks_inputs=True)
+                twin = RecordedBatch(problem.on(batch), self.names, {}, tracks_inputs=True)
         except Exception as error:  # a user's model may raise anything on another batch
             if not is_refusal(error):
                 raise
             return
         if len(twin.output) * self.num_samples == len(self.output) * num_samples:
             twin.num_samples = num_samples
-            twin.read(roles, {})
+            twin.read(roles, ())
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)
@@ -226,10 +212,11 @@ class RecordedBatch:
         """Return the axis of a use's rows that numbers the samples, ``None`` if not known."""
         if self.num_samples == 1:
             return _ONE_SAMPLE
-        found = axes.get((use.node, 0))
+        node = self.nodes[use.node]
+        found = axes.get((node, 0))
         if not isinstance(found, SampleAxis):
             return None
-        shape = shape_of_output(use.node)
+        shape = shape_of_output(node)
         if use.use.output_shape is not None:
             found = reshaped(found, shape, use.use.output_shape)
         if found is None or found.axis not in use.use.row_axes:
@@ -239,85 +226,86 @@ class RecordedBatch:
     @property
     def num_bytes(self) -> int:
         """The memory of one gradient at the output of each use."""
-        outputs = (input_metadata(node) for node in {use.node: None for use in self.uses})
+        numbers = dict.fromkeys(use.node for use in self.uses)
+        outputs = (input_metadata(self.nodes[number]) for number in numbers)
         return sum(prod(output.shape) * output.dtype.itemsize for output in outputs)
-
-    @cached_property
-    def precision(self) -> torch.dtype:
-        """The least precise dtype in which gradients are computed, also within the model."""
-        return least_precise(self.nodes, self.output)
-
-    @cached_property
-    def operations(self) -> int:
-        """A hash of the graph's operations, inputs before what uses them."""
-        return hash(tuple(node.name() for node in self.nodes))
-
-    @cached_property
-    def _reached(self) -> dict[Any, str]:
-        """The leaves of the graph that are parameters, and their names."""
-        by_id = {id(self._leaves[name]): name for name in self.names}
-        leaves = ((node, getattr(node, "variable", None)) for node in self.nodes)
-        return {node: by_id[id(x)] for node, x in leaves if id(x) in by_id}
 
     @property
     def is_constant(self) -> bool:
         """Whether the graph connects no parameter with the output."""
-        return not self._reached
-
-    @property
-    def used(self) -> list[str]:
-        """The parameters that have uses."""
-        used = {name for use in self.uses for name in use.names}
-        return [name for name in self.names if name in used]
+        return set(self.names).isdisjoint(self._graph.leaves.values())
 
     def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
         if not names:
             return
         self.names = [name for name in self.names if name not in names]
-        for use in self.uses:
-            use.names = tuple(name for name in use.names if name not in names)
-        self.uses = [use for use in self.uses if use.names]
+        self.uses = [use for use in self.uses if use.name not in names]
 
-    def is_output_of(self, use: ParameterUse) -> bool:
-        """Return whether the gradient of the output arrives at a use as it is."""
-        node = self.output.grad_fn
-        while node is not use.node:
-            if node.name() not in RESHAPES:
-                return False
+    def split(
+        self, tied: bool = False
+    ) -> "tuple[RecordedBatch, RecordedBatch, Tensor | None] | None":
+        """Return the uses at the output ``x @ matrix``, all before, with x as output, the matrix.
+
+        ``None`` if the output is no such product, or if its parameters are used before, except that
+        whole tables are looked up if ``tied``. There is no matrix if nothing before has a gradient.
+        """
+        node, own, before = self.output.grad_fn, copy(self), copy(self)
+        while (name := node.name()) in RESHAPES:
             node = node.next_functions[0][0]
-        return True
+        own.uses = [use for use in self.uses if self.nodes[use.node] is node]
+        before.uses = [use for use in self.uses if self.nodes[use.node] is not node]
+        for part in (own, before):
+            used = {use.name for use in part.uses}
+            part.names = [x for x in self.names if x in used]
+        right = len(node.next_functions) - 1
+        others = [use for use in before.uses if use.name in own.names]
+        all_of = [use.entries for use in (*own.uses, *others)] if others else []
+        if (
+            not any(use.position == right and use.view_of is not None for use in own.uses)
+            or name not in ("MmBackward0", "AddmmBackward0")
+            or getattr(node, "_saved_alpha", 1) != 1
+            or not all(tied and self.nodes[use.node].name() in LOOKUPS for use in others)
+            or not all(entries is not None and entries.have_all for entries in all_of)
+            or any(use.samples is None for use in self.uses)
+            or self._problem.learned().hooks  # which might be between
+            or self._problem.model.shards.params  # matrices are not kept
+        ):
+            return None
+        with self._context():
+            before.output = node._saved_self if name == "MmBackward0" else node._saved_mat1
+            matrix = node._saved_mat2
+        before._chunks = in_chunks(partial(batched_vjp, {"": before.output}), _ANY_NUMBER)
+        return own, before, matrix
+
+    def rule(self, use: ParameterUse) -> Use:
+        """Return the way in which a node of this graph depends on a parameter."""
+        return self._asked.get(use, use.use)
 
     # --- backward passes
 
-    def zeros(self) -> dict[ParameterUse, Tensor]:
-        """Return gradients of zero at each use's output, ``[1, *output]``, without memory."""
-        return {use: _at_output(use.node, [], 1) for use in self.uses}
+    def zeros(self) -> "Arrived":
+        """Return gradients of zero at each use's output, without memory."""
+        zeros = {use: _at_output(self.nodes[use.node], [], 1) for use in self.uses}
+        return Arrived(self, zeros, {})
 
-    def backward(
-        self,
-        u: Tensor,
-        uses: Iterable[ParameterUse] | None = None,
-        last: bool = False,
-        totals: Collection[str] = (),
-    ) -> BackwardPass:
+    def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
         """Backpropagate vectors to the nodes that use parameters.
 
         Args:
             u: The vectors, ``[V, *output]``.
-            uses: The uses. Default: all.
             last: Whether this is the last call. A single vector then frees the graph.
             totals: The parameters whose gradients autograd computes, too.
         """
-        uses = list(self.uses if uses is None else uses)
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
-        inputs: dict[Any, Any] = {use.node: use.edge for use in uses}
+        numbers = dict.fromkeys(use.node for use in self.uses)
+        inputs: dict[Any, Any] = {number: GradientEdge(self.nodes[number], 0) for number in numbers}
         shards = self._problem.model.shards
         together = [name for name in totals if name not in shards.params]
         inputs |= {name: self._leaves[name] for name in together}
         # several vectors may need one pass each; the same graph gives totals that are not computed
         # here, and gradients of parameters of which a function is used
-        is_needed = len(together) < len(totals) or any(use.entries is None for use in uses)
+        is_needed = len(together) < len(totals) or any(use.entries is None for use in self.uses)
         is_last = last and len(u) == 1 and not (totals and is_needed)
         retain, chunks = not (is_last and self._problem.can_substitute), []
         self.is_freed = not retain
@@ -325,19 +313,20 @@ class RecordedBatch:
             with self._context():
                 chunks = [chunk for _, chunk in self._chunks({"": u}, inputs, retain)]
         arrived = {
-            node: _at_output(node, [chunk.pop(node) for chunk in chunks], len(u))
-            for node in {use.node: None for use in uses}
+            number: _at_output(self.nodes[number], [x.pop(number) for x in chunks], len(u))
+            for number in numbers
         }
         found = {
-            name: torch.cat([_or_zeros(chunk[name], self._leaves[name]) for chunk in chunks])
+            name: torch.cat([torch.zeros_like(x)[None] if g is None else g for g in pieces])
             for name in (together if chunks else ())
+            for x, pieces in [(self._leaves[name], [chunk[name] for chunk in chunks])]
         }
-        return BackwardPass({use: arrived[use.node] for use in uses}, found)
+        return Arrived(self, {use: arrived[use.node] for use in self.uses}, found)
 
     # --- the check of rules
 
     def check(
-        self, u: Tensor, one: BackwardPass, names: Collection[str]
+        self, u: Tensor, one: "Arrived", names: Collection[str]
     ) -> tuple[list[str], set[str]]:
         """Compare the sums of gradients of samples with autograd's gradients.
 
@@ -351,153 +340,241 @@ class RecordedBatch:
             comparison shows nothing.
         """
         shards, eps = self._problem.model.shards, torch.finfo(self.output.dtype).eps
-        comparison = Comparison(self.precision, eps)
+        # the least precise dtype, also within the model
+        precision = least_precise(self.nodes, self.output)
+        comparison = Comparison(precision, eps)
         uses_of: dict[str, list[ParameterUse]] = {}
         for use in self.uses:
-            for name in use.names:
-                uses_of.setdefault(name, []).append(use)
+            uses_of.setdefault(use.name, []).append(use)
         for name in names:
-            truth = self._autograd_total(name, uses_of.get(name, []), u, one)
+            uses = uses_of.get(name, [])
+            truth = self._autograd_total(name, uses, u, one)
             self._problem.check_finite(u.new_zeros(()), {name: truth})
             shards.forget()
-            outputs = {use: one.outputs[use] for use in uses_of.get(name, [])}
-            sums = partial(self._sum, name, outputs)
+            sums = partial(self._sum, {use: one.outputs[use] for use in uses})
             comparison.add(name, sums(), truth, partial(sums, absolute=True))
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
-        alone = Comparison(self.precision, eps)
+        alone = Comparison(precision, eps)
         for name in () if self.is_freed else zero:
             if len(uses_of[name]) == 1:
                 (use,) = uses_of[name]
                 g = probe(one.outputs[use])
-                truth = self._behind(use.edge, g, name)
-                alone.add(name, self._sum(name, {use: g}), truth, lambda: None)
+                alone.add(name, self._sum({use: g}), self._behind(use, g), lambda: None)
         zero -= {name for name, size in alone.sizes.items() if size > 0}
         return [*comparison.wrong(), *alone.wrong()], zero
 
     def _autograd_total(
-        self, name: str, uses: Sequence[ParameterUse], u: Tensor, one: BackwardPass
+        self, name: str, uses: Sequence[ParameterUse], u: Tensor, one: "Arrived"
     ) -> Tensor:
         """Return autograd's gradient of one parameter and its uses, given a pass of one vector."""
         if name in one.totals:
             return one.totals.pop(name)[0]
         if len(uses) == 1:
-            return self._behind(uses[0].edge, one.outputs[uses[0]], name)
+            return self._behind(uses[0], one.outputs[uses[0]])
         # a pass from one use may reach another one
-        return self._behind(get_gradient_edge(self.output), u, name)
-
-    def _behind(self, edge: GradientEdge, g: Tensor, name: str) -> Tensor:
-        """Return the gradient of a parameter, given one that passes an edge, ``[1, *]``."""
         with self._context():
-            return edge_vjp(edge, g, get_gradient_edge(self._leaves[name]))[0]
+            return edge_vjp(get_gradient_edge(self.output), u, self._leaf(name))[0]
 
-    def _sum(
-        self, name: str, outputs: Mapping[ParameterUse, Tensor], absolute: bool = False
-    ) -> Tensor | None:
-        """Return the sum of one parameter's gradients over all rows of its uses."""
-        gradients = self._of_uses(dict(outputs), by_sample=False, absolute=absolute)
-        found = [x.gradient.sum_over_samples()[0] for x in gradients if x.name == name]
-        return sum(found) if found else None
+    def _behind(self, use: ParameterUse, g: Tensor) -> Tensor:
+        """Return the gradient of a parameter, given one at the output of a use, ``[1, *]``."""
+        with self._context():
+            return edge_vjp(GradientEdge(self.nodes[use.node], 0), g, self._leaf(use.name))[0]
+
+    def _leaf(self, name: str) -> GradientEdge:
+        return get_gradient_edge(self._leaves[name])
+
+    def _sum(self, outputs: dict[ParameterUse, Tensor], absolute: bool = False) -> Tensor | None:
+        """Return the sum of gradients over all rows of a parameter's uses."""
+        arrived = Arrived(self, dict(outputs), {}, by_sample=False, absolute=absolute)
+        sums = [arrived.take(use).sum_over_samples()[0] for use in outputs]
+        return sum(sums) if sums else None
 
     # --- gradients of samples
 
-    def by_use(
-        self, outputs: dict[ParameterUse, Tensor], elementwise: bool = False
-    ) -> Iterator[UseGradient]:
-        """Yield the gradients of the uses, one by one.
-
-        Args:
-            outputs: The gradients at the uses' outputs, which are freed on the way. Gradients of
-                biases become sums over positions, with inputs of one, and are not written down.
-            elementwise: Whether those of all elementwise functions become such sums.
-        """
-        return self._of_uses(outputs, by_position=True, elementwise=elementwise)
-
     def by_parameter(
-        self, outputs: dict[ParameterUse, Tensor], num_vectors: int
-    ) -> dict[str, PerSampleGradient]:
-        """Return the gradients of all parameters.
+        self, arrived: "Arrived", num_vectors: int, together: bool = False
+    ) -> Iterator[tuple[str, PerSampleGradient]]:
+        """Yield the gradients of all parameters, with their names.
 
         Args:
-            outputs: The gradients at the uses' outputs, which are freed on the way.
+            arrived: The gradients at the outputs of uses, which are freed on the way.
             num_vectors: The number of vectors that were backpropagated.
+            together: Whether those of several parameters may be side by side, in one gradient that
+                has the name of the first.
         """
-        gradients: dict[str, list[PerSampleGradient]] = {}
-        for contribution in self._of_uses(outputs):
-            gradients.setdefault(contribution.name, []).append(contribution.gradient)
-        for name in self.names:
-            if name not in gradients:  # they are zero
-                leaf = self._leaves[name]
-                zeros = leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape)
-                gradients[name] = [DenseGradient(zeros)]
-        return {name: sum_of(gradients[name]) for name in self.names}
+        uses_of: dict[str, list[ParameterUse]] = {name: [] for name in self.names}
+        for use in self.uses:
+            uses_of[use.name].append(use)
+        for names in arrived.stacks(uses_of) if together else ([name] for name in uses_of):
+            columns = zip(*(uses_of[name] for name in names), strict=True)
+            found = [arrived.take(*uses) for uses in columns]
+            yield names[0], sum_of(found or [self._zero(names[0], num_vectors)])
 
-    def _of_uses(
-        self,
-        outputs: dict[ParameterUse, Tensor],
-        by_sample: bool = True,
-        by_position: bool = False,
-        elementwise: bool = False,
-        absolute: bool = False,
-    ) -> Iterator[UseGradient]:
-        """Yield the gradients of the uses. Without a pattern, all rows are those of one sample.
+    def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
+        leaf = self._leaves[name]
+        return DenseGradient(leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape))
+
+    def on_parameter(
+        self, use: ParameterUse, make: Callable[[Entries], PerSampleGradient], is_assigned: bool
+    ) -> PerSampleGradient:
+        """Return gradients with respect to a parameter, given how to make those of the argument.
 
         Args:
-            outputs: See ``by_use``.
-            by_sample: Whether rows belong to samples. Else all are those of one sample.
-            by_position: Whether gradients of biases are not written down.
-            elementwise: See ``by_use``.
-            absolute: Whether all factors of the gradients are replaced by their absolute values.
+            use: The use.
+            make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
+            is_assigned: Whether it is known to which samples rows belong.
         """
-        shared: dict[tuple, tuple[Tensor, Tensor]] = {}
-        for recorded in list(outputs):
-            use, is_assigned = recorded.use, by_sample and recorded.samples is not None
-            axis, count = (recorded.samples, self.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
-            num_axes, arrived = len(use.row_shape), outputs.pop(recorded)
-            x = use.inputs and use.inputs().detach()
-            if x is not None:
-                # layers with the same input share results of it, while the input exists
-                order = axis, count, num_axes
-                how = (x.device, x.data_ptr(), x.dtype, x.shape, x.stride(), *order)
-                given, (_, x) = x, shared.get(how, (None, None))
-                if x is None:
-                    x = wide(to_front(given, axis, count, num_axes))
-                    if by_position:
-                        shared[how] = given, x
-            is_sum = use.is_bias or (elementwise and use.inputs is None)
-            make = _as_products if by_position and is_sum else use.gradient
-            make = partial(_of_use, make, use, x, arrived, (axis, count, num_axes), absolute)
-            lookup = recorded.lookup if is_assigned else None
-            for name in recorded.names:
-                gradient = partial(_on_parameter, make, recorded, self._leaves[name], lookup)
-                yield UseGradient(recorded, name, not is_assigned, gradient)
+        if use.entries is not None:
+            return make(use.entries)
+        source, leaf = GradientEdge(self.nodes[use.source[0]], use.source[1]), self._leaf(use.name)
+        gradient, lookup = make(ViewOf.whole("", use.shape).entries(use.use)), use.lookup
+        if lookup is None or not (is_assigned and isinstance(gradient, DenseGradient)):
+            shape = self._leaves[use.name].shape
+            return PulledBackGradient(gradient, _pull_back(source, leaf), shape)
+        # all samples read a table at the same indices
+        pull_back = _pull_back(source, GradientEdge(self.nodes[lookup.node], 0))
+        rows, rule = pull_back(gradient.rows(slice(None))), self.rule(lookup)
+        sizes = rows.shape[:2]
+        rows = rule.to_rows(rows.flatten(0, 1)).flatten(1, len(rule.row_shape))
+        indices = self.others[lookup].flatten().expand(sizes[1], -1)
+        make = partial(rule.gradient, indices, wide(rows.unflatten(0, sizes)))
+        return self.on_parameter(lookup, make, is_assigned)
 
 
-def _of_use(
-    make: Callable[..., PerSampleGradient],
-    use: Use,
-    x: Tensor | None,
-    arrived: Tensor,
-    order: tuple[SampleAxis, int, int],
-    absolute: bool,
-    entries: Entries,
-) -> PerSampleGradient:
-    """Return gradients with respect to a use's argument, given those at the node's output.
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Arrived:
+    """Gradients that have arrived at the outputs of uses; makes those of parameters of them.
 
     Args:
-        make: Makes the gradients of inputs and of gradients of rows; see ``Use.gradient``.
-        use: The use.
-        x: The inputs, with samples in front.
-        arrived: The gradients at the output, ``[V, *output]``.
-        order: The axis of samples, their number, and the number of axes of the rows.
-        absolute: See ``_of_uses``.
-        entries: The entries of a parameter that the argument is.
+        batch: The batch.
+        outputs: The gradient at each use's output, ``[V, *output]``.
+        totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
+            of gathered parameters would fill the memory, and are computed one by one.
+        by_sample: Whether rows belong to samples. Else, and where no axis numbers the samples, all
+            are those of one sample, which suffices for sums.
+        absolute: Whether all factors of the gradients are replaced by their absolute values.
     """
-    g = use.to_rows(arrived)
-    g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
-    if absolute:
-        x, g = x if x is None else x.abs(), g.abs()
-    return make(x, g, entries)
+
+    def __init__(
+        self,
+        batch: RecordedBatch,
+        outputs: dict[ParameterUse, Tensor],
+        totals: dict[str, Tensor],
+        by_sample: bool = True,
+        absolute: bool = False,
+    ):
+        self._batch, self.outputs, self.totals = batch, outputs, totals
+        self._by_sample, self._absolute = by_sample, absolute
+        self._inputs: dict[Hashable, Tensor] = {}
+
+    def keep(self, uses: Iterable[ParameterUse]) -> None:
+        """Free the gradients of all other uses."""
+        self.outputs = {use: self.outputs[use] for use in uses}
+
+    def stacks(
+        self,
+        uses_of: Mapping[Item, Sequence[ParameterUse]],
+        treatment: Callable[[Item], Hashable] = lambda item: None,
+    ) -> Iterator[list[Item]]:
+        """Yield items whose uses are equal, one by one, and are computed together.
+
+        Args:
+            uses_of: The uses of each item.
+            treatment: What else must be equal.
+        """
+        groups: dict[Hashable, list[Item]] = {}
+        for item, uses in uses_of.items():
+            key = treatment(item), *map(self._facts, uses)
+            # those of one parameter must have its entries in one order, to be added up
+            is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
+            groups.setdefault(key if is_alike else item, []).append(item)
+        for items in groups.values():
+            sizes = [x.numel() for use in uses_of[items[0]] for x in self._factors(use)]
+            step = max(_COPIED // max(1, *sizes), 1) if sizes else 1
+            for start in range(0, len(items), step):
+                yield items[start : start + step]
+
+    def _factors(self, use: ParameterUse) -> list[Tensor]:
+        other = self._batch.others[use]
+        return [self.outputs[use], *([other] if isinstance(other, Tensor) else [])]
+
+    def _facts(self, use: ParameterUse) -> Hashable:
+        """Return what must be equal for uses that are computed together."""
+        facts = [(x.shape, x.dtype, x.device, x.layout) for x in self._factors(use)]
+        is_single = use.kind is None or any(layout is not torch.strided for *_, layout in facts)
+        return use if is_single else (use.kind, *facts)
+
+    def input_key(self, use: ParameterUse) -> Hashable:
+        """Return a value that is equal for uses with the same inputs."""
+        x, rule = self._batch.others[use], self._batch.rule(use)
+        to_inputs = rule.to_inputs or (rule.gradient if rule.is_settled else None)
+        if to_inputs is None or not isinstance(x, Tensor) or x.layout is not torch.strided:
+            return use
+        return to_inputs, use.samples, x.device, x.data_ptr(), x.dtype, x.shape, x.stride()
+
+    def take(
+        self, *uses: ParameterUse, by_position: bool = False, elementwise: bool = False
+    ) -> PerSampleGradient:
+        """Return the gradients of a use, whose memory is freed; of several equal ones side by side.
+
+        Args:
+            *uses: The uses, of one parameter each.
+            by_position: Whether gradients of biases become sums over positions, with inputs of one,
+                and are not written down.
+            elementwise: Whether those of all elementwise functions become such sums.
+        """
+        use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
+        is_assigned = self._by_sample and use.samples is not None
+        axis, count = (use.samples, self._batch.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
+        order = axis, count, len(rule.row_shape)
+        x = self._rows_of_inputs(uses, order, by_position)
+        arrived = [self.outputs.pop(use) for use in uses]
+        g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
+        g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
+        if num > 1:
+            g = _side_by_side(g.unflatten(0, (num, -1)), 3)
+        if self._absolute:
+            x, g = x if x is None else x.abs(), g.abs()
+        is_sum = by_position and (rule.is_bias or (elementwise and rule.other is None))
+        make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
+        if num > 1:
+            return make(Entries.all([num * use.entries.view.size]))
+        return self._batch.on_parameter(use, make, is_assigned)
+
+    def _rows_of_inputs(
+        self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int], is_kept: bool
+    ) -> Tensor | None:
+        """Return the other factors' rows, with samples in front; perhaps keep them for others."""
+        others = [self._batch.others[use] for use in uses]
+        if others[0] is None:
+            return None
+        key = self.input_key(uses[0]), order
+        if len(uses) == 1 and key in self._inputs:
+            return self._inputs[key]
+        others = [x if isinstance(x, Tensor) else x() for x in others]
+        others = [(x if x.layout is torch.strided else x.to_dense()).detach() for x in others]
+        x = others[0].unsqueeze(0) if len(others) == 1 else torch.stack(others)
+        to_inputs = self._batch.rule(uses[0]).to_inputs
+        x = wide(to_front(x if to_inputs is None else to_inputs(x), *order, start=1))
+        if len(uses) > 1:
+            return _side_by_side(x, 2)
+        if is_kept:
+            self._inputs[key] = x[0]
+        return x[0]
+
+
+def _side_by_side(x: Tensor, axis: int) -> Tensor:
+    """Turn ``[L, *, n, *]`` into ``[*, L n, *]``, with an axis of length n at a place."""
+    return x.movedim(0, axis).flatten(axis, axis + 1)
+
+
+def _as_products(num: int, x: None, g: Tensor, entries: Entries) -> OuterProducts:
+    """Return gradients of biases as outer products with inputs of one, see ``Use.gradient``."""
+    ones = g.new_ones(*g.shape[1:3], num, 1)
+    return OuterProducts(ones, g.reshape(*g.shape[:3], num, entries.view.size // num), entries)
 
 
 def to_front(
@@ -536,41 +613,6 @@ def _tracked(x: Any) -> Any:
     return x.detach().requires_grad_() if is_real else x
 
 
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like).unsqueeze(0) if gradient is None else gradient
-
-
-def _as_products(x: None, g: Tensor, entries: Entries) -> OuterProducts:
-    """Return gradients of a bias as outer products with inputs of one, see ``Use.gradient``."""
-    ones = g.new_ones(*g.shape[1:3], 1, 1)
-    return OuterProducts(ones, g.reshape(*g.shape[:3], 1, entries.view.size), entries)
-
-
-def _on_parameter(
-    make: Callable[[Entries], PerSampleGradient],
-    use: ParameterUse | LookedUp,
-    leaf: Tensor,
-    lookup: LookedUp | None = None,
-) -> PerSampleGradient:
-    """Return gradients with respect to a parameter.
-
-    Args:
-        make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
-        use: The use of a function of the parameter.
-        leaf: The parameter.
-        lookup: The lookup of which it is a function, row by row.
-    """
-    if use.entries is not None:
-        return make(use.entries)
-    source = use.source
-    shape = shape_of_output(*source[:2])
-    gradient = make(ViewOf.whole("", shape).entries(use.use))
-    if lookup is not None and isinstance(gradient, DenseGradient):
-        return _on_table(gradient, source, lookup, leaf)
-    pull_back = _pull_back(source, get_gradient_edge(leaf))
-    return PulledBackGradient(gradient, pull_back, leaf.shape)
-
-
 def _pull_back(source: GradientEdge, target: GradientEdge) -> Callable[[Tensor], Tensor]:
     """Return a function that turns gradients ``[V, n, *source]`` into ``[V, n, *target]``."""
     if source[:2] == target[:2]:
@@ -585,15 +627,3 @@ def _pull_back(source: GradientEdge, target: GradientEdge) -> Callable[[Tensor],
         return out
 
     return pull_back
-
-
-def _on_table(
-    gradient: DenseGradient, source: GradientEdge, lookup: LookedUp, leaf: Tensor
-) -> PerSampleGradient:
-    """Return gradients with respect to a table that all samples read at the same indices."""
-    rows = _pull_back(source, lookup.output)(gradient.rows(slice(None)))
-    num_vectors, num_samples = rows.shape[:2]
-    rows = lookup.use.to_rows(rows.flatten(0, 1)).flatten(1, len(lookup.use.row_shape))
-    g = wide(rows.unflatten(0, (num_vectors, num_samples)))
-    indices = lookup.use.inputs().flatten().expand(num_samples, -1)
-    return _on_parameter(partial(lookup.use.gradient, indices, g), lookup, leaf)

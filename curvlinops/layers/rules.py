@@ -6,12 +6,11 @@ input; register it with ``reads``, and import its file in ``layers/__init__.py``
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, raise_selective
@@ -23,7 +22,7 @@ from curvlinops.support.norms import wide
 Slope = Callable[[], Tensor] | float
 
 
-@dataclass
+@dataclass(frozen=True)
 class Use:
     """The way in which a node's output depends on one of its inputs, the argument.
 
@@ -34,9 +33,12 @@ class Use:
         to_rows: Turns gradients of the output, ``[V, *output]``, into rows
             ``[V, *row_shape, *features]``. Each row belongs to one sample.
         gradient: Returns the gradients of the samples. Its arguments are inputs ``[N, S, *]``
-            (``None`` without ``inputs``), rows ``[V, N, S, *features]``, and the entries of the
+            (``None`` without ``other``), rows ``[V, N, S, *features]``, and the entries of the
             parameter in the order of the gradients.
-        inputs: Returns the other factor's rows, ``[*row_shape, *]``.
+        other: The other factor: a tensor, a function that returns it, or the name of the node's
+            attribute that it is.
+        to_inputs: Turns several other factors ``[L, *]`` into rows ``[L, *row_shape, *]``. Default:
+            they are rows.
         axes: A shape and an order of axes. The argument's entries are in the order of the gradients
             after it is reshaped to this shape and its axes are permuted. Default: no change.
         is_product: Whether gradients are sums of outer products, a ``FactoredGradient``.
@@ -47,19 +49,29 @@ class Use:
             refer. Default: the shape that it has.
         part: The place along the argument's first axis of the entries that are used. Default: all
             entries are used.
+        is_settled: Whether it holds in each equal graph: it has no tensors, and no numbers decide
+            about it. Equal ones are computed together: the first axis of ``features``, and that of
+            the other factor's rows, then have the entries of one after the other.
     """
 
     row_shape: tuple[int, ...]
     row_axes: tuple[int | None, ...]
     to_rows: Callable[[Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Entries], PerSampleGradient]
-    inputs: Callable[[], Tensor] | None = None
+    other: Tensor | Callable[[], Tensor] | str | None = None
+    to_inputs: Callable[[Tensor], Tensor] | None = None
     axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     is_product: bool = False
     is_bias: bool = False
     joins_weight: bool = False
     output_shape: tuple[int, ...] | None = None
     part: int | None = None
+    is_settled: bool = False
+
+    @property
+    def structure(self) -> "Use":
+        """All that is no function of tensors."""
+        return replace(self, to_rows=None, gradient=None, other=None, to_inputs=None)
 
 
 class RuleError(RuntimeError):
@@ -114,9 +126,9 @@ def uses_of(node: Any, position: int) -> list[Use] | None:
 
 def contraction(
     equation: str,
-    x: Tensor | Callable[[], Tensor],
+    x: Tensor | Callable[[], Tensor] | str,
     w_shape: Sequence[int],
-    to_product: Callable[[Tensor], Tensor] = lambda g: g,
+    to_product: Callable[[Tensor], Tensor] | None = None,
     x_shape: Sequence[int] | None = None,
     output_axes: Sequence[int | None] | None = None,
 ) -> Use | None:
@@ -125,17 +137,20 @@ def contraction(
     Args:
         equation: A name for each axis of ``x``, ``w`` and ``out``, such as
             ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
-        x: The other factor, or a function that returns it.
+        x: The other factor, a function that returns it, or the name of the node's attribute that
+            it is. With a name, the use holds in each equal graph, and ``to_product`` has no
+            tensors.
         w_shape: The argument's shape, perhaps in other axes than the input.
         to_product: Turns gradients of the node's output, ``[V, *]``, into those of ``out``.
-        x_shape: The other factor's shape, if ``x`` is a function.
+            Default: they are the same.
+        x_shape: The other factor's shape, if ``x`` is no tensor.
         output_axes: The axis of the node's output that each axis of ``out`` is, ``None`` for one
             that is none. Default: the same axes.
 
     Returns:
         The use; ``None`` if a tensor repeats an axis, or if an axis of ``w`` alone is summed.
     """
-    x_shape = x.shape if x_shape is None else x_shape
+    x_shape = tuple(x.shape if x_shape is None else x_shape)
     axes = _Axes.of(equation, len(x_shape))
     if axes is None:
         return None
@@ -143,30 +158,50 @@ def contraction(
     num_groups, num_outer = prod(lengths[: axes.num_groups]), prod(lengths[axes.outer])
     num_inner = prod(lengths[axes.outer.stop :])
     num_axes = len(axes.rows)
-
-    def to_rows(g: Tensor) -> Tensor:
-        g = to_product(g).permute(0, *axes.of_rows)
-        return g.reshape(*g.shape[: 1 + num_axes], num_groups, num_outer)
-
-    def inputs() -> Tensor:
-        value = x() if callable(x) else x
-        value = value if value.layout is torch.strided else value.to_dense()
-        value = value.sum(axes.summed) if axes.summed else value
-        value = value.permute(axes.of_inputs)
-        return value.reshape(*value.shape[:num_axes], num_groups, num_inner)
-
     of_rows = [axis - 1 for axis in axes.of_rows[:num_axes]]
     if output_axes is not None:
         of_rows = [output_axes[axis] for axis in of_rows]
     return Use(
         tuple(x_shape[axis] for axis in axes.rows),
         tuple(of_rows),
-        to_rows,
+        _ToRows(axes.of_rows, num_axes, num_groups, num_outer, to_product),
         OuterProducts,
-        inputs,
+        x,
+        _ToInputs(x_shape, axes.summed, axes.of_inputs, num_axes, num_groups, num_inner),
         axes=(tuple(w_shape), axes.of_argument),
         is_product=True,
+        is_settled=isinstance(x, str),
     )
+
+
+class _ToRows(NamedTuple):
+    """Turns gradients of a node's output into rows of output gradients, ``[V, *rows, G, O]``."""
+
+    order: tuple[int, ...]
+    num_axes: int
+    num_groups: int
+    num_outer: int
+    to_product: Callable[[Tensor], Tensor] | None
+
+    def __call__(self, g: Tensor) -> Tensor:
+        g = (g if self.to_product is None else self.to_product(g)).permute(0, *self.order)
+        return g.reshape(*g.shape[: 1 + self.num_axes], self.num_groups, self.num_outer)
+
+
+class _ToInputs(NamedTuple):
+    """Turns other factors ``[L, *]`` into rows of inputs, ``[L, *rows, G, I]``."""
+
+    shape: tuple[int, ...]
+    summed: tuple[int, ...]
+    order: tuple[int, ...]
+    num_axes: int
+    num_groups: int
+    num_inner: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.reshape(len(x), *self.shape)
+        x = (x.sum(self.summed) if self.summed else x).permute(0, *self.order)
+        return x.reshape(*x.shape[: 1 + self.num_axes], self.num_groups, self.num_inner)
 
 
 class _Axes(NamedTuple):
@@ -179,9 +214,10 @@ class _Axes(NamedTuple):
         rows: The axes of the other factor that are rows.
         num_groups: The number of groups.
         outer: The positions of outer in the sequence of groups, outer and inner.
-        summed: The axes that only the other factor has.
+        summed: The axes of other factors ``[L, *]`` that the argument and the output lack.
         of_rows: Axes of the output gradient ``[V, *output]``, in the order rows, groups, outer.
-        of_inputs: Axes of the other factor without ``summed``, in the order rows, groups, inner.
+        of_inputs: Axes of other factors ``[L, *]`` without ``summed``, in the order rows, groups,
+            inner.
         of_argument: Axes of the argument, in the order groups, outer, inner.
     """
 
@@ -215,9 +251,9 @@ class _Axes(NamedTuple):
             rows=tuple(x.index(axis) for axis in rows),
             num_groups=len(groups),
             outer=slice(len(groups), len(groups) + len(outer)),
-            summed=tuple(i for i, axis in enumerate(x) if axis not in w and axis not in out),
+            summed=tuple(1 + i for i, axis in enumerate(x) if axis not in w and axis not in out),
             of_rows=tuple(1 + out.index(axis) for axis in (*rows, *groups, *outer)),
-            of_inputs=tuple(rest.index(axis) for axis in (*rows, *groups, *inner)),
+            of_inputs=tuple(1 + rest.index(axis) for axis in (*rows, *groups, *inner)),
             of_argument=tuple(w.index(axis) for axis in (*groups, *outer, *inner)),
         )
 
@@ -236,22 +272,33 @@ def broadcast(
     full = (1,) * (len(output) - len(shape) - aligned) + tuple(shape) + (1,) * aligned
     rows = [axis for axis, length in enumerate(full) if length == 1]
     kept = [axis for axis, length in enumerate(full) if length != 1]
+    to_rows = _Sloped(slope, (0, *(1 + axis for axis in (*rows, *kept))))
+    row_shape = tuple(output[axis] for axis in rows)
+    # without an axis of features, equal ones have none along which they could be side by side
+    is_settled = bool(kept) and not callable(slope)
+    return Use(row_shape, tuple(rows), to_rows, summed, is_settled=is_settled)
 
-    def to_rows(g: Tensor) -> Tensor:
+
+class _Sloped(NamedTuple):
+    """Multiplies gradients of an output by a derivative, and moves their axes."""
+
+    slope: Slope
+    order: tuple[int, ...]
+
+    def __call__(self, g: Tensor) -> Tensor:
         g = wide(g)
-        if callable(slope) or slope != 1.0:
-            g = g * (slope() if callable(slope) else slope)
+        if callable(self.slope) or self.slope != 1.0:
+            g = g * (self.slope() if callable(self.slope) else self.slope)
             g = g.real if g.is_complex() else g
-        return g.permute(0, *(1 + axis for axis in (*rows, *kept)))
+        return g.permute(self.order)
 
-    def gradient(x: None, g: Tensor, entries: Entries) -> PerSampleGradient:
-        return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
-    return Use(tuple(output[axis] for axis in rows), tuple(rows), to_rows, gradient)
+def summed(x: None, g: Tensor, entries: Entries) -> PerSampleGradient:
+    """Return sums of rows ``[V, N, S, *]`` over positions, see ``Use.gradient``."""
+    return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
 
 def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
     use = broadcast(shape, output, scale, aligned)
-    use.is_bias, use.joins_weight = True, scale == 1.0
-    return use
+    return replace(use, is_bias=True, joins_weight=scale == 1.0)

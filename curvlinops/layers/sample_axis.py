@@ -25,7 +25,7 @@ import torch
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvlinops.support.autograd_graph import inputs_first
+from curvlinops.support.autograd_graph import graph_nodes
 from curvlinops.support.torch_internals import (
     can_be_called,
     gradients_of_inputs,
@@ -160,7 +160,7 @@ def proves_rows(output: Tensor, num_samples: int) -> bool:
     if output.grad_fn is None:
         return False
     asked, edge = list[Node](), get_gradient_edge(output)
-    axes = sample_axes(edge, output.shape, num_samples, inputs_first(output), asked)
+    axes = sample_axes(edge, output.shape, num_samples, graph_nodes(output), asked)
     stack = [(edge.node, edge.output_nr)]
     while stack:
         node, number = stack.pop()

@@ -1,19 +1,20 @@
 """Gradients of single samples, batch by batch."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 
 from curvlinops.layers.check import probe
 from curvlinops.layers.fallback import OneByOne, check_layers
-from curvlinops.layers.gradients import BYTES, Piece
-from curvlinops.layers.plan import Plan
+from curvlinops.layers.gradients import BYTES, PerSampleGradient, Piece
+from curvlinops.layers.graph import Graph
+from curvlinops.layers.plan import Fact
 from curvlinops.layers.reading import ParameterUse, Signature
-from curvlinops.layers.recorded import BackwardPass, RecordedBatch, UseGradient
+from curvlinops.layers.recorded import Arrived, RecordedBatch
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.checks.coupling import (
@@ -32,8 +33,8 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
 NUM_GRAPHS = 256
-#: The number of graphs whose plans are kept. A plan takes about 1 kB for each node of its graph.
-NUM_PLANS = 64
+#: The number of graphs that are known. One takes about 1 kB for each of its nodes.
+NUM_KNOWN = 64
 
 
 class SampleGradients:
@@ -78,9 +79,14 @@ class SampleGradients:
         return {name: x for name, x in self._rules.fallbacks.items() if name in names}
 
     @property
-    def conclusions(self) -> dict[Any, Any]:
-        """Conclusions of other classes from the uses in this graph and in equal ones."""
-        return {} if self._batch is None else self._batch.conclusions
+    def uses(self) -> Sequence[ParameterUse]:
+        """The layers' uses of parameters."""
+        return () if self._batch is None else self._batch.uses
+
+    def known(self, key: Hashable, find: Callable[[], Fact]) -> Fact:
+        """Return what another class found out about the uses in this graph, or in equal ones."""
+        batch = self._batch
+        return find() if batch is None else batch.plan.known((key, *batch.uses), find)
 
     def check(self) -> None:
         """Check rules that were not checked before, by a backward pass of its own."""
@@ -95,49 +101,32 @@ class SampleGradients:
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         return max(BYTES // 2 // max(size, 1), 1)  # more is not faster
 
-    def is_output_of(self, use: ParameterUse) -> bool:
-        """Return whether the output of a use's call is the model's output itself."""
-        return self._batch is not None and self._batch.is_output_of(use)
+    def split(
+        self, tied: bool = False
+    ) -> "tuple[SampleGradients, SampleGradients, Tensor | None] | None":
+        """Return the uses at the output, all before, and a matrix, see ``RecordedBatch.split``."""
+        self.check()
+        batch, problem = self._batch, self._problem
+        if batch is None or self.fallbacks or self._rules.unchecked(batch):
+            return None
+        if (parts := batch.split(tied)) is None:
+            return None
+        own, before = copy(self), copy(self)
+        own._batch, before._batch, matrix = parts
+        before.output, names = before._batch.output.detach(), before._batch.names
+        before._problem = problem.on(problem.batch, problem.space.restricted(names))
+        return own, before, matrix
 
-    def by_use(
-        self, u: Tensor, last: bool = False, elementwise: bool = False
-    ) -> Iterator[UseGradient]:
-        """Yield the gradients of layers' uses of parameters, one by one.
+    def arrive(self, u: Tensor, last: bool = False) -> Arrived:
+        """Backpropagate vectors to the layers' uses, and check rules that were not checked before.
 
         Args:
             u: The vectors to backpropagate, ``[V, *output]``.
             last: Whether nothing is backpropagated later: memory is given back on the way.
-            elementwise: See ``RecordedBatch.by_use``.
         """
-        if self._batch is None:
-            return iter(())
-        return self._batch.by_use(self._backward(self._batch, u, last), elementwise)
-
-    def uses(self) -> Iterator[UseGradient]:
-        """Yield the layers' uses of parameters, with gradients of zero in place of a pass."""
-        if self._batch is None:
-            return iter(())
-        return self._batch.by_use(self._batch.zeros())
-
-    def backward(self, u: Tensor, last: bool = False) -> Iterator[Piece]:
-        """Backpropagate vectors; a sample's gradient is that of its rows of the output.
-
-        Args:
-            u: See ``by_use``.
-            last: See ``by_use``.
-
-        Returns:
-            Some samples, and their gradients by parameter: first those of all samples for the
-            parameters with rules, then the others.
-        """
-        known: list[Piece] = []
-        if self._batch is not None:
-            outputs = self._backward(self._batch, u, last)
-            known.append((slice(0, self.num_samples), self._batch.by_parameter(outputs, len(u))))
-        return chain(known, self.rest(u))
-
-    def _backward(self, batch: RecordedBatch, u: Tensor, last: bool) -> dict[ParameterUse, Tensor]:
-        """Backpropagate vectors, and check rules that were not checked before."""
+        batch = self._batch
+        if batch is None:
+            return Arrived(batch, {}, {})
         # of a known graph, gradients of zero have shown nothing: then nodes are compared alone
         if len(u) != 1 or self._rules.knows(batch):
             self.check()
@@ -145,8 +134,30 @@ class SampleGradients:
         arrived = batch.backward(u, last=last, totals=new)
         if new:
             self._rules.check(batch, u, arrived, new)
-        uses = set(batch.uses)
-        return {use: g for use, g in arrived.outputs.items() if use in uses}
+            arrived.keep(batch.uses)
+        return arrived
+
+    def zeros(self) -> Arrived:
+        """Return gradients of zero in place of a pass."""
+        return Arrived(None, {}, {}) if self._batch is None else self._batch.zeros()
+
+    def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
+        """Backpropagate vectors; a sample's gradient is that of its rows of the output.
+
+        Args:
+            u: See ``arrive``.
+            last: See ``arrive``.
+            together: See ``RecordedBatch.by_parameter``.
+
+        Returns:
+            Some samples, and their gradients by parameter: first those of all samples for one
+            parameter with rules after the other, then the others.
+        """
+        known: Iterable[tuple[str, PerSampleGradient]] = ()
+        if self._batch is not None:
+            known = self._batch.by_parameter(self.arrive(u, last), len(u), together)
+        everyone = slice(0, self.num_samples)
+        return chain(((everyone, {name: x}) for name, x in known), self.rest(u))
 
     def rest(self, u: Tensor) -> Iterator[Piece]:
         """Backpropagate vectors ``[V, *output]`` to the parameters that have no rule."""
@@ -173,7 +184,7 @@ class LayerFacts:
     Attributes:
         roles: Which nodes return functions of parameters alone, see ``Reading``.
         checked: The parameters whose rules agree with autograd, by the graph's operations.
-        plans: Facts that were read from graphs, see ``RecordedBatch.read``.
+        graphs: The known graphs, see ``graph_of``.
     """
 
     is_shared = True
@@ -181,7 +192,7 @@ class LayerFacts:
     def __init__(self):
         self.roles: dict[Signature, bool] = {}
         self.checked: dict[int, set[str]] = {}
-        self.plans: dict[Any, Plan] = {}
+        self.graphs: dict[Graph, Hashable] = {}
 
     def add(self, operations: int, names: set[str]) -> None:
         """Add parameters whose rules agree with autograd in a graph."""
@@ -190,7 +201,7 @@ class LayerFacts:
 
     def forget_old(self) -> None:
         """Forget the oldest facts of graphs if there are too many."""
-        for facts, limit in ((self.checked, NUM_GRAPHS), (self.plans, NUM_PLANS)):
+        for facts, limit in ((self.checked, NUM_GRAPHS), (self.graphs, NUM_KNOWN)):
             while len(facts) > limit:
                 del facts[next(iter(facts))]
 
@@ -251,12 +262,12 @@ class SampleBackward:
         if batch.is_constant:
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
-        batch.read(self._facts.roles, self._facts.plans)
+        batch.read(self._facts.roles, self._facts.graphs)
         self._facts.forget_old()
-        if batch.unread:
+        if batch.plan.unread:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
-            self._use_fallback(batch.unread, f"an operation that no rule knows uses it{which}")
+            self._use_fallback(batch.plan.unread, f"an operation that no rule knows uses it{which}")
         batch.drop(self.fallbacks)
         self._check_interaction(problem, batch)
         if not self._allow_unassigned:
@@ -268,7 +279,7 @@ class SampleBackward:
     ) -> RecordedBatch | None:
         """Run the model and keep its graph, ``None`` if it can only run without."""
         try:
-            return RecordedBatch(problem, names)
+            return RecordedBatch(problem, names, self._facts.graphs)
         except Exception as error:  # a model that looks at its own graph may raise anything
             if isinstance(error, RuleError) or not is_refusal(error):
                 raise
@@ -286,9 +297,10 @@ class SampleBackward:
     def unchecked(self, batch: RecordedBatch) -> list[str]:
         """Return the parameters whose rules were not checked yet in a batch's graph."""
         checked = self._facts.checked.get(batch.operations, ())
-        return [name for name in batch.used if name not in checked]
+        used = {use.name for use in batch.uses}.difference(checked)
+        return [name for name in batch.names if name in used]
 
-    def check(self, batch: RecordedBatch, u: Tensor, one: BackwardPass, names: list[str]) -> None:
+    def check(self, batch: RecordedBatch, u: Tensor, one: Arrived, names: list[str]) -> None:
         """Compare the rules with autograd; see ``RecordedBatch.check``."""
         wrong, zero = batch.check(u, one, names)
         self._use_fallback(wrong, "its rule does not agree with autograd")
@@ -299,7 +311,7 @@ class SampleBackward:
 
     def _check_samples(self, problem: BatchProblem, batch: RecordedBatch) -> None:
         """Use the fallback where it is not known which rows belong to which samples."""
-        unassigned = {name for use in batch.uses if use.samples is None for name in use.names}
+        unassigned = {use.name for use in batch.uses if use.samples is None}
         if unassigned:
             self.refuse_interaction(problem, batch.output)
             self._use_fallback(sorted(unassigned), "its gradients could not be assigned to samples")

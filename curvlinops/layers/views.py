@@ -1,7 +1,6 @@
 """Functions of a parameter that are views of its entries, followed node by node without numbers."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -45,7 +44,6 @@ class ViewOf(NamedTuple):
     offset: int = 0
 
     @classmethod
-    @lru_cache(maxsize=4096)  # the same parameters come again with each batch
     def whole(cls, name: str, shape: tuple[int, ...]) -> "ViewOf":
         """Return the view of all entries."""
         return cls(name, tuple(shape), _in_order(shape))
@@ -118,7 +116,17 @@ class ViewOf(NamedTuple):
         Returns:
             ``None`` if an entry occurs twice, or the order is no strided one.
         """
-        return _entries(self, use.axes)
+        view = self
+        if use.axes is not None:
+            shape, order = use.axes
+            view = self.reshape(shape)
+            view = view and view.permute(order)
+        if view is None:
+            return None
+        axes = [axis for dim in view.dims for axis in dim]
+        sizes, strides = (tuple(axis[i] for axis in axes) for i in range(2))
+        entries = with_strides(view.name, sizes, strides, view.offset)
+        return None if entries is None else Entries(entries, view.parameter)
 
 
 def _is_times_one(node: Any) -> bool:
@@ -130,22 +138,6 @@ def _in_order(shape: Sequence[int]) -> tuple[tuple[Axis, ...], ...]:
     """Return the axes of all entries in row-major order."""
     lengths = [max(length, 1) for length in shape]
     return tuple(((n, prod(lengths[axis + 1 :])),) for axis, n in enumerate(shape))
-
-
-@lru_cache(maxsize=4096)  # the same layers come again with each batch
-def _entries(
-    view: ViewOf | None, order: tuple[tuple[int, ...], tuple[int, ...]] | None
-) -> Entries | None:
-    if order is not None:
-        shape, order = order
-        view = view.reshape(shape)
-        view = view and view.permute(order)
-    if view is None:
-        return None
-    axes = [axis for dim in view.dims for axis in dim]
-    sizes, strides = (tuple(axis[i] for axis in axes) for i in range(2))
-    entries = with_strides(view.name, sizes, strides, view.offset)
-    return None if entries is None else Entries(entries, view.parameter)
 
 
 def _sliced(node: Any, x: ViewOf, number: int) -> ViewOf | None:

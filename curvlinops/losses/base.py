@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import canonical
 from curvlinops.autodiff.linear import Linear
+from curvlinops.losses.factored import FactoredHessian
 from curvlinops.support.arguments import PLAIN
 from curvlinops.support.torch_internals import without_torch_function
 
@@ -80,13 +81,7 @@ class Loss(ABC):
         """Raise ValueError if output and target do not fit."""
 
     def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
-        """Raise ValueError if the loss of the batch is not the sum of its terms (costly).
-
-        Args:
-            output: The model's output.
-            target: The target.
-            is_all: Whether the batch is all data, and only the loss as a whole matters.
-        """
+        """Raise ValueError if a batch, unless it is all data, has no sum over terms as its loss."""
         return None
 
     @abstractmethod
@@ -137,11 +132,7 @@ class Loss(ABC):
     ) -> Tensor:
         """Return S, ``[V, *output]``, with ``sum_v S_v S_v^T`` the Hessian of l_t in each term.
 
-        Args:
-            output: The model's output.
-            target: The target.
-            minimal: Whether S has as few vectors as possible; otherwise V = C.
-            columns: Which vectors to return, by their numbers from 0 to C. Default: all.
+        V = C, or as few as suffice if ``minimal``; ``columns`` are the numbers v of those wanted.
 
         Raises:
             NotImplementedError: If the loss has no closed form.
@@ -151,14 +142,13 @@ class Loss(ABC):
         some = slice(*columns.indices(z.shape[1]))
         return self.from_terms(self._hessian_sqrt(z, y, minimal, some), output)
 
-    def hessian_sum(self, output: Tensor, target: Any) -> Tensor:
-        """Return the sum of the Hessians of all l_t with respect to their rows, ``[C, C]``.
+    def factored_hessian(self, output: Tensor, target: Any) -> FactoredHessian | None:
+        """Return the Hessians of all l_t in factors; ``None`` if they are not of that form.
 
         Raises:
-            NotImplementedError: If the loss has no closed-form square root of its Hessian.
-            ValueError: If the Hessian of a term is indefinite (negative weights or targets).
+            ValueError: If a Hessian is indefinite (negative weights or targets).
         """
-        return self._hessian_sum(*self._rows(output, target))
+        return self._factored_hessian(*self._rows(output, target))
 
     def sample(
         self, output: Tensor, target: Any, num_samples: int, generator: torch.Generator
@@ -186,12 +176,7 @@ class Loss(ABC):
             )
 
     def outer(self, vectors: Tensor, output: Tensor) -> Linear:
-        """Return products of ``[K, *output]`` with the mean outer product of vectors, by term.
-
-        Args:
-            vectors: ``[M, *output]``.
-            output: The model's output.
-        """
+        """Return products with the mean outer product of vectors ``[M, *output]``, by term."""
         return self._on_output(outer(self.to_terms(vectors)), output)
 
     # --- formulas
@@ -231,13 +216,16 @@ class Loss(ABC):
 
     def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
         """Return some columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
-        raise NotImplementedError(
-            f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
-        )
+        hessian = self._factored_hessian(z, y)
+        if hessian is None:
+            raise NotImplementedError(
+                f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
+            )
+        return hessian.columns(columns, minimal)
 
-    def _hessian_sum(self, z: Tensor, y: Any) -> Tensor:
-        """Return the sum of the terms' Hessians, ``[C, C]``, if there are square roots."""
-        raise NotImplementedError
+    def _factored_hessian(self, z: Tensor, y: Any) -> FactoredHessian | None:
+        """Return the terms' Hessians in factors, if they are of that form."""
+        return None
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         """Return would-be gradients ``[num_samples, T, C]``, if the loss can sample."""
@@ -284,18 +272,6 @@ def outer(rows: Tensor) -> Linear:
         return torch.einsum("kmt,mtc->ktc", inner, rows)
 
     return Linear(multiply, (rows,))
-
-
-def with_diagonal(columns: Tensor, entries: Tensor, first: int) -> Tensor:
-    """Write the entry v of each term to its column v.
-
-    Args:
-        columns: Columns v from ``first`` on, ``[V, T, C]``. They are written to, and returned.
-        entries: The entries, ``[T, V]``.
-        first: The number of the first column.
-    """
-    columns.diagonal(first, 0, 2).copy_(entries)
-    return columns
 
 
 def constant(option: Tensor | None, like: Tensor) -> Tensor | None:

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
+from curvlinops.losses.base import Loss, constant, conversion_of
+from curvlinops.losses.factored import FactoredHessian
 from curvlinops.support.norms import wide
 
 #: The remedy for outputs with classes on the last axis, for messages.
@@ -190,28 +191,9 @@ class CrossEntropy(ClassAxisLoss):
 
         return Linear(multiply, (p, scaled, top))
 
-    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
-        """Return ``sqrt(s) (diag r - p r^T)`` with ``r = sqrt(p)``.
-
-        Its product with r is zero: a reflection that maps r to the last unit vector makes the last
-        column zero, and the others ``sqrt(s) (diag r - (p + r_C e_C) q^T)``, ``q = r / (1 + r_C)``.
-        """
-        p, num_classes = z.softmax(1), z.shape[1]
-        root, mean = p.sqrt(), p.clone()
-        last = root[:, -1:] if minimal else torch.zeros_like(root[:, -1:])
-        mean[:, -1:] += last
-        some = slice(columns.start, min(columns.stop, num_classes - minimal))
-        q = (self._sqrt(self._scale(z, y)) * root / (1 + last))[:, some]
-        # r_v - mean_v q_v, without a difference of two numbers near one
-        diagonal = q * (last + _complement(p))[:, some]
-        others = -q.T.contiguous().unsqueeze(-1) * mean
-        return with_diagonal(others, diagonal, some.start)
-
-    def _hessian_sum(self, z: Tensor, y: Any) -> Tensor:
-        rows = self._sqrt(self._scale(z, y)) * z.softmax(1)
-        products = (rows.T @ rows).fill_diagonal_(0.0)
-        # rows of Hessians add up to zero, and nothing cancels
-        return products.sum(1).diag() - products
+    def _factored_hessian(self, z: Tensor, y: Any) -> FactoredHessian:
+        p = z.softmax(1)
+        return FactoredHessian(self._sqrt(self._scale(z, y)) * p.sqrt(), p, True)
 
     def _sample(self, z: Tensor, y: Any, num_samples: int, generator: torch.Generator) -> Tensor:
         p = z.softmax(1)
@@ -251,13 +233,6 @@ def _is_soft(output: Tensor, target: Any) -> bool:
     if not isinstance(target, Tensor) or not target.is_floating_point():
         return False
     return target.shape == output.shape
-
-
-def _complement(p: Tensor) -> Tensor:
-    """Return ``1 - p`` for probabilities ``[T, C]``, accurate also where p rounds to one."""
-    top = p.argmax(1, keepdim=True)
-    others = p.scatter(1, top, 0.0).sum(1, keepdim=True)
-    return (1 - p).scatter(1, top, others)
 
 
 def _balanced(rows: Tensor, p: Tensor) -> Tensor:

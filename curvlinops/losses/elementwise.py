@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.losses.base import Loss, constant, conversion_of, with_diagonal
+from curvlinops.losses.base import Loss, constant, conversion_of
+from curvlinops.losses.factored import FactoredHessian
 from curvlinops.support.norms import wide
 
 #: The smallest divisor of PyTorch's derivative of ``binary_cross_entropy``.
@@ -69,12 +70,8 @@ class ElementwiseLoss(Loss):
         diagonal = self._inner_scale(z) * self._second(z, y)
         return Linear(lambda v: diagonal * v, (diagonal,))
 
-    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
-        root = self._root(z, y)[:, columns].expand(len(z), -1)
-        return with_diagonal(z.new_zeros(root.shape[1], *z.shape), root, columns.start)
-
-    def _hessian_sum(self, z: Tensor, y: Any) -> Tensor:
-        return self._root(z, y).square().expand_as(z).sum(0).diag()
+    def _factored_hessian(self, z: Tensor, y: Any) -> FactoredHessian:
+        return FactoredHessian(self._root(z, y).expand_as(z), torch.zeros_like(z))
 
     @abstractmethod
     def _value(self, z: Tensor, y: Any) -> Tensor:

@@ -51,13 +51,7 @@ class AdditiveLoss(Loss):
         """Accept everything; the user's loss raises its own errors."""
 
     def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
-        """Compare the batch's loss with its samples' losses, and warn if it has no gradient.
-
-        Nothing is compared if the batch is all data.
-
-        Raises:
-            ValueError: If the samples' losses do not add up to the batch's.
-        """
+        """Compare the batch's loss with its samples' losses, and warn if it has no gradient."""
         output = output.detach()
         if is_all and self.needs_graph:
             return

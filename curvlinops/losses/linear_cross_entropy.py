@@ -202,8 +202,6 @@ class LinearCrossEntropy(Loss):
             "mc_samples=), or take torch.nn.CrossEntropyLoss of the logits."
         )
 
-    _hessian_sum = _hessian_sqrt
-
 
 # --- the head in chunks
 

@@ -129,8 +129,9 @@ class EFLinearOperator(DataLinearOperator):
         if samples.fallbacks or num_rows(problem, output, self.terms) != samples.num_samples:
             return False
         operations = 0
-        for contribution in samples.by_use(self._gradient(problem, output), last=True):
-            gradient = contribution.gradient.before_pullback
+        arrived = samples.arrive(self._gradient(problem, output), last=True)
+        for use in samples.uses:
+            gradient = arrived.take(use, by_position=True).before_pullback
             if isinstance(gradient, OuterProducts):  # others are as cheap as biases
                 operations += 4 * gradient.num_positions * gradient.entries.view.size
         return operations > 16 * self.risk.space.dim

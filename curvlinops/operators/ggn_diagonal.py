@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.gradients import add_sums
+from curvlinops.layers.gradients import Piece, add_sums
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add, not_finite
 from curvlinops.operators.vectors import (
     check_sampling,
+    head_of,
     hessian_roots,
     mark_last,
     sampled_gradients,
@@ -72,8 +73,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         gradients, space = self._capture(problem), self.risk.space
         diagonal = space.views(space.zeros(1))
-        for u, last in mark_last(self._vectors(problem, gradients)):
-            add_sums(diagonal, gradients.backward(u, last), lambda g: g.sum_of_squares())
+        add_sums(diagonal, self._pieces(problem, gradients), lambda g: g.sum_of_squares())
         weight = gradients.weight
 
         def apply(V: Columns, out: Columns) -> Tensor:
@@ -98,9 +98,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
             for problem in batches:
                 gradients = self._capture(problem)
                 weight = weight + gradients.weight
-                for u, last in mark_last(self._vectors(problem, gradients)):
-                    for _, by_name in gradients.backward(u, last):
-                        trace = trace + sum(x.squared_norms().sum() for x in by_name.values())
+                for _, pieces in self._pieces(problem, gradients, together=True):
+                    trace = trace + sum(x.squared_norms().sum() for x in pieces.values())
         sums = self.risk.ranks.gather_objects((float(trace), float(weight)))
         trace, weight = (fsum(numbers) for numbers in zip(*sums, strict=True))
         trace = torch.tensor(trace, dtype=self.torch_dtype, device=self.device)
@@ -108,13 +107,24 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         self._check_finite(not_finite({"": trace}))
         return trace
 
-    def _vectors(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Tensor]:
-        """Yield vectors to backpropagate, ``[V, *output]``, as many as the memory allows."""
+    def _pieces(
+        self, problem: BatchProblem, gradients: SampleGradients, together: bool = False
+    ) -> Iterator[Piece]:
+        """Yield gradients whose squares are summed, of as many vectors as the memory allows.
+
+        For ``together`` see ``RecordedBatch.by_parameter``.
+        """
         output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
         if self.mc_samples:
             vectors = sampled_gradients(problem, output, self.mc_samples, self.seed)
-            yield from (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
+            vectors = (vectors / self.mc_samples**0.5).split(gradients.vectors_at_once)
         else:
-            yield from hessian_roots(problem, output, gradients.vectors_at_once)
+            head = head_of(problem, gradients)
+            vectors = hessian_roots(problem, gradients, head)
+            if head is not None:
+                yield slice(None), head.gradients()
+                gradients = head.before
+        for u, last in mark_last(vectors):
+            yield from gradients.backward(u, last, together)

@@ -56,7 +56,13 @@ class SampleRows(NamedTuple):
         return {name: flat(x) for name, x in rows.items()}
 
 
-def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = True) -> SampleRows:
+def rows_of(
+    problem: BatchProblem,
+    terms: str,
+    name: str,
+    independent: bool = True,
+    together: bool = False,
+) -> SampleRows:
     """Return the rows of a batch.
 
     Args:
@@ -65,6 +71,8 @@ def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = Tr
             one term of a loss that is no function of the output alone.
         name: Names the operator in messages.
         independent: Whether samples that interact are refused, see ``SampleBackward``.
+        together: Whether gradients of several parameters may be side by side in one, see
+            ``RecordedBatch.by_parameter``.
     """
     samples = None
     if not problem.loss_needs_graph:
@@ -78,10 +86,10 @@ def rows_of(problem: BatchProblem, terms: str, name: str, independent: bool = Tr
     gradient, weight = loss_gradient(problem, output), samples.weight
     num = num_rows(problem, output, terms)
     if num == num_samples:
-        pieces = samples.backward(gradient.unsqueeze(0).to(output.dtype), last=True)
+        pieces = samples.backward(gradient.unsqueeze(0).to(output.dtype), True, together)
         return SampleRows(num, num, [(pieces, _all)], weight, samples.fallbacks)
     samples.check()  # rows of terms are computed later
-    by_term = _by_term(problem, samples, gradient)
+    by_term = _by_term(problem, samples, gradient, together)
     return SampleRows(num_samples, num, by_term, weight, samples.fallbacks)
 
 
@@ -91,7 +99,7 @@ def _all(rows: Tensor) -> Tensor:
 
 
 def _by_term(
-    problem: BatchProblem, samples: SampleGradients, gradient: Tensor
+    problem: BatchProblem, samples: SampleGradients, gradient: Tensor, together: bool
 ) -> Iterator[GradientsOfRows]:
     """Yield gradients of one or several terms of each sample at a time."""
     loss, output = problem.loss, samples.output
@@ -107,7 +115,7 @@ def _by_term(
         def view(x: Tensor, start: int = start) -> Tensor:
             return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
 
-        yield samples.backward(u.to(output.dtype)), view
+        yield samples.backward(u.to(output.dtype), False, together), view
 
 
 # --- inner products with vectors
@@ -155,13 +163,14 @@ def products_by_position(
         )
     gradient = loss_gradient(problem, samples.output).unsqueeze(0).to(samples.output.dtype)
     (num_columns, like), out, first = shape_of(columns), None, ""
-    for contribution in samples.by_use(gradient, last=True, elementwise=True):
-        parameter = contribution.name
+    arrived = samples.arrive(gradient, last=True)
+    for use in samples.uses:
+        parameter = use.name
         if parameter not in columns:
             continue
         products = None
-        if not contribution.is_unassigned:
-            gradients = contribution.gradient.to(like.dtype)
+        if use.samples is not None:
+            gradients = arrived.take(use, by_position=True, elementwise=True).to(like.dtype)
             products = gradients.products_by_position(columns[parameter])
         if products is None:
             raise ValueError(

@@ -225,7 +225,7 @@ class BatchProblem:
             else:
                 self.look_at_loss(output)
                 if not self.loss_needs_graph:
-                    nodes = list(graph_nodes(output))
+                    nodes = graph_nodes(output)
                     check_graph(nodes, self.model, leaves)
                     self.functions.note(nodes, output)
             yield Recording(evaluation, leaves, output)
@@ -242,7 +242,7 @@ class BatchProblem:
         with self.formulas():
             self.check_target(output, with_values=True)
         value = self.loss_sum(output)[0] if loss_needs_graph else output
-        nodes = list(graph_nodes(value))
+        nodes = graph_nodes(value)
         check_graph(nodes, self.model, leaves, must_depend)
         if not loss_needs_graph:
             self.functions.note(nodes, output)
@@ -319,7 +319,7 @@ class BatchProblem:
         """Return the seed of the backward pass of ``loss_sum``, differentiable, and the weight."""
         if self.loss_needs_graph:
             value, weight = self.loss_sum(output)
-            self.functions.note(list(graph_nodes(value)), value)
+            self.functions.note(graph_nodes(value), value)
             return (value, None), weight
         weight = self.weight(output)
         return (output, self.loss.differentiable_gradient(output, self.batch.y)), weight

@@ -24,7 +24,7 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator.space import Columns, add, norm
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
 from curvlinops.risk.checks.custom_functions import check_jacobian
-from curvlinops.support.autograd_graph import graph_nodes
+from curvlinops.support.autograd_graph import graph_nodes, runs_python
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
@@ -253,7 +253,7 @@ def _by_columns(
 
 def _kept(evaluation: Evaluation, product: Linear) -> Linear:
     """Return a product that enters the context that its graph needs."""
-    context, copies = evaluation.of_graph(product.tensors)
+    context, copies = evaluation.of_graph(runs_python(*product.tensors))
 
     def apply(V: Any, out: Columns) -> Any:
         with context(), explained():

@@ -261,7 +261,7 @@ def needs_graph(
     alone = _without_graph(loss, output, target)
     if alone is None:
         return True
-    nodes = list(graph_nodes(alone))
+    nodes = graph_nodes(alone)
     used = leaf_variables(nodes)
     if any(id(variable) in parameters or hasattr(variable, "replaces") for variable in used):
         return True

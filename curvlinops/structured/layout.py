@@ -137,7 +137,6 @@ class ParameterView:
         return self.of(vectors).reshape(len(vectors), self.size)
 
 
-@lru_cache(maxsize=4096)  # each batch has the same views
 def with_strides(
     name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
 ) -> ParameterView | None:

@@ -22,34 +22,19 @@ from curvlinops.support.torch_internals import (
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
-def graph_nodes(*outputs: Tensor) -> Iterator[Any]:
-    """Yield all nodes of the graph that computed some tensors."""
-    stack, seen = [output.grad_fn for output in outputs], set()
+def graph_nodes(*outputs: Tensor) -> list[Any]:
+    """Return all nodes of the graph that computed some tensors, inputs before what uses them."""
+    stack, entered = [output.grad_fn for output in reversed(outputs)], set()
+    nodes: dict[Any, None] = {}
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack += [following for following, _ in node.next_functions]
-
-
-def inputs_first(output: Tensor) -> list[Any]:
-    """Return all nodes of the graph that computed a tensor, inputs before what uses them."""
-    order: list[Any] = []
-    if output.grad_fn is None:
-        return order
-    stack, seen = [(output.grad_fn, iter(output.grad_fn.next_functions))], {output.grad_fn}
-    while stack:
-        node, sources = stack[-1]
-        for source, _ in sources:
-            if source is not None and source not in seen:
-                seen.add(source)
-                stack.append((source, iter(source.next_functions)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
+        if node in entered:
+            nodes.setdefault(node)  # all of its inputs are there
+        elif node is not None:
+            entered.add(node)
+            stack.append(node)
+            stack += [source for source, _ in reversed(node.next_functions)]
+    return list(nodes)
 
 
 def has_plain_shape(node: Any) -> bool:
@@ -87,8 +72,8 @@ def custom_functions(nodes: Iterable[Any]) -> set[str]:
 
 def is_custom(node: Any, function: type | None = None) -> bool:
     """Return whether a node is that of an autograd function in Python, perhaps a certain one."""
-    is_python = isinstance(node, BackwardCFunction)
-    return is_python and (function is None or function_of(node) is function)
+    has_function = isinstance(node, BackwardCFunction)
+    return has_function and (function is None or function_of(node) is function)
 
 
 def _is_custom(node: Any) -> bool:
@@ -97,7 +82,12 @@ def _is_custom(node: Any) -> bool:
     return function_of(node).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-def runs_python(node: Any) -> bool:
+def runs_python(*outputs: Tensor) -> bool:
+    """Return whether backward passes from some tensors run the user's code."""
+    return any(map(is_python, graph_nodes(*outputs)))
+
+
+def is_python(node: Any) -> bool:
     """Return whether a node runs the user's code: its backward, or hooks on what it has saved."""
     return _is_custom(node) or has_hooks_on_saved(node)
 
@@ -130,7 +120,7 @@ def footprint(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls
         tensors = list(tensors)
-        nodes = list(graph_nodes(*tensors))
+        nodes = graph_nodes(*tensors)
         for node in nodes:
             for saved in saved_values(node):
                 # hooks on saved tensors, as of checkpoints, may have saved something else

@@ -4,8 +4,9 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,31 +53,23 @@ def outputs_of(node: Any) -> Sequence[Any]:
 
 def saved_values(node: Any) -> list[Any]:
     """Return the values that a node has saved; tensors are their attribute ``data``."""
-    values = [getattr(node, name) for name in _saved_names(type(node))[0]]
-    return [x for one in values for x in (one if isinstance(one, list | tuple) else [one])]
+    read, _ = _saved_by(type(node))
+    return [x for one in read(node)[2:] for x in (one if type(one) in (list, tuple) else (one,))]
 
 
-def plain_values(node: Any, arguments: Collection[str] | None = None) -> list[tuple[str, Any]]:
-    """Return the saved arguments of a node that are no tensors, such as axes, with their names.
-
-    Args:
-        node: The node.
-        arguments: The names of the arguments to return. Default: all.
-    """
-    names = _saved_names(type(node))[1]
-    return [
-        (name, getattr(node, f"_saved_{name}"))
-        for name in names
-        if arguments is None or name in arguments
-    ]
+def plain_values(node: Any) -> tuple:
+    """Return the saved arguments of a node that are no tensors, such as axes."""
+    _, read = _saved_by(type(node))
+    return read(node)
 
 
 @functools.cache
-def _saved_names(kind: type) -> tuple[list[str], list[str]]:
-    """Return the attributes of a kind of node that hold tensors, and names of other arguments."""
+def _saved_by(kind: type) -> list[attrgetter]:
+    """Return what reads the tensors that a kind of node has saved, and its other arguments."""
     raw = [name for name in dir(kind) if name.startswith("_raw_saved")]
     saved = [name for name in dir(kind) if name.startswith("_saved_")]
-    return raw, [name.removeprefix("_saved_") for name in saved if f"_raw{name}" not in raw]
+    plain = [name for name in saved if f"_raw{name}" not in raw]
+    return [attrgetter("__doc__", "__doc__", *names) for names in (raw, plain)]  # always tuples
 
 
 def function_of(node: Any) -> type:

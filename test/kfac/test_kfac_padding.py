@@ -81,7 +81,6 @@ LENGTHS: dict[str, list[tuple[list[tuple[int, int]], tuple[int, int]]]] = {
     "targets longer": [([(2, 6), (4, 5), (1, 3)], (6, 6)), ([(1, 4), (4, 4)], (4, 4))],
     "some longer": [([(2, 6), (6, 1), (1, 3)], (6, 6)), ([(4, 2), (1, 4)], (4, 4))],
     "full sources": [([(5, 2), (5, 4)], (5, 5)), ([(5, 1)], (5, 5))],
-    "full targets": [([(2, 5), (4, 5)], (5, 5)), ([(1, 5)], (5, 5))],
     "other lengths": [([(6, 2), (5, 4), (3, 1)], (6, 5)), ([(4, 4), (2, 1)], (4, 5))],
     "no padding": [([(3, 3), (3, 3)], (3, 3)), ([(4, 4)], (4, 4))],
 }
@@ -111,6 +110,10 @@ def build(p: Problem, cls: type = KFACLinearOperator, **options: Any) -> KFACLin
 def test_two_sequences_of_a_sample(lengths: str, fisher_type: str, monkeypatch):
     """Also if they are padded to one length, and however many vectors fit into the memory."""
     p, alone = of_lengths(lengths, EncoderDecoder())
+    if fisher_type == "forward-only" and lengths not in ("other lengths", "no padding"):
+        with pytest.raises(NotImplementedError, match=r"Two masks .*different"):
+            build(p, fisher_type=fisher_type).trace()
+        return
     for reduce, joint, size in ((False, False, 1), (True, True, 1), (True, False, 2**20)):
         monkeypatch.setattr(samples, "BYTES", size)
         options = {"kfac_approx": "reduce" if reduce else "expand"}
@@ -163,22 +166,21 @@ def test_padding_that_some_outputs_depend_on(cls: type, monkeypatch: pytest.Monk
         assert error(matrix(build(p, cls, fisher_type="type-2")), expected) <= 1e-10
 
 
-@pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "forward-only"])
-def test_masks_that_nothing_tells_apart(fisher_type: str):
+def test_masks_that_nothing_tells_apart():
     """The gradient of the encoder is zero, and its sequences might be the targets."""
     model = EncoderDecoder(adapted=True)
     nn.init.zeros_(model.up.weight)
     p, alone = of_lengths("sources longer", model)
     with pytest.raises(NotImplementedError, match=r"Two masks .* 'encoder.weight'.*different"):
-        build(p, fisher_type=fisher_type).trace()
+        build(p, fisher_type="empirical").trace()
     p, alone = of_lengths("other lengths", model)
-    expected = kfac_reference.kfac(alone, fisher_type)
-    assert error(matrix(build(p, fisher_type=fisher_type)), expected) <= 1e-10
+    expected = kfac_reference.kfac(alone, "empirical")
+    assert error(matrix(build(p, fisher_type="empirical")), expected) <= 1e-10
 
 
 def test_batches_without_terms():
     """The inputs count, with a warning; masked inputs do not."""
-    p, alone = of_lengths("some longer", EncoderDecoder(adapted=True))
+    p, alone = of_lengths("other lengths", EncoderDecoder(adapted=True))
     (X, y), *rest = p.data
     ignored = X, torch.full_like(y, IGNORED)
     options = {"fisher_type": "empirical"}

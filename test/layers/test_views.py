@@ -9,7 +9,7 @@ from sample_gradients import check_rows
 from torch import Tensor, nn
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
-from curvlinops.structured.layout import are_disjoint, with_strides
+from curvlinops.structured.layout import ParameterView, are_disjoint, with_strides
 
 LEAF = torch.arange(24.0).reshape(4, 6)
 
@@ -31,10 +31,14 @@ VIEWS = {
 }
 
 
+def view_of(x: Tensor) -> ParameterView | None:
+    return with_strides("w", tuple(x.shape), x.stride(), x.storage_offset())
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_views(name: str):
     view, is_nested = VIEWS[name]
-    found = with_strides("w", tuple(view.shape), view.stride(), view.storage_offset())
+    found = view_of(view)
     assert (found is not None) == is_nested
     if is_nested:
         vector = LEAF.reshape(1, -1)
@@ -50,7 +54,7 @@ def test_views(name: str):
 )
 def test_disjoint(first: str, second: str):
     views = VIEWS[first][0], VIEWS[second][0]
-    found = [with_strides("w", tuple(x.shape), x.stride(), x.storage_offset()) for x in views]
+    found = [view_of(view) for view in views]
     assert are_disjoint(found) == (not torch.isin(*(view.flatten() for view in views)).any())
 
 

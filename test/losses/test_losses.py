@@ -129,7 +129,13 @@ def test_derivatives(name: str, shape: tuple[int, ...], reduction: str):
         for every, minimal in ((root, False), (small, True)):
             some = [loss.hessian_sqrt(z, y, minimal, column) for column in columns]
             torch.testing.assert_close(loss.to_terms(torch.cat(some)), every)
-        torch.testing.assert_close(loss.hessian_sum(z, y), in_terms.sum(0))
+        hessian, Q = loss.factored_hessian(z, y), torch.randn(in_terms.shape[1:], dtype=z.dtype)
+        torch.testing.assert_close(hessian.sum(), in_terms.sum(0))
+        torch.testing.assert_close(hessian.along(None), in_terms.diagonal(dim1=1, dim2=2))
+        along = torch.einsum("ck,tcd,dk->tk", Q, in_terms, Q)
+        torch.testing.assert_close(hessian.along(Q), along)
+        products = torch.cat(list(hessian.times(Q, 2)))
+        torch.testing.assert_close(products, root @ Q)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -358,7 +364,9 @@ def test_closed_forms_of_confident_models(loss: nn.Module, y: Tensor, scale: flo
     for function in (
         lambda z, y: known.gradient(z, y),
         lambda z, y: known.hessian(z, y)(v.to(z.dtype)),
-        lambda z, y: known.hessian_sum(z, y),
+        lambda z, y: known.factored_hessian(z, y).sum(),
+        lambda z, y: known.factored_hessian(z, y).along(None),
+        lambda z, y: known.factored_hessian(z, y).along(torch.eye(3).to(z)),
         lambda z, y: known.hessian_sqrt(z, y),
         lambda z, y: known.hessian_sqrt(z, y, minimal=True),
     ):

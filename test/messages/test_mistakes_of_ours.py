@@ -56,7 +56,7 @@ FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "risk.batch_problem.select_samples": lambda m: build(EFLinearOperator, m),
     "autodiff.evaluation.copy_containers": lambda m: dense(GGNLinearOperator, m),
     "layers.samples.RecordedBatch": rows,
-    "layers.recorded.inputs_first": rows,
+    "layers.graph.graph_nodes": rows,
     "layers.fallback._check_gradients": lambda m: rows(nn.Sequential(solve(), m)),
     "layers.fallback.gradient": decayed,
     "losses.generic.select_samples": lambda m: build(

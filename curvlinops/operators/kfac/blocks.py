@@ -1,7 +1,7 @@
 """Layers' uses of parameters, and the diagonal blocks that follow from these."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from curvlinops.layers.factors import KroneckerShape, relation
-from curvlinops.layers.recorded import UseGradient
+from curvlinops.layers.reading import ParameterUse
+from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.options import Fallback, FisherType, Options
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor
@@ -121,79 +122,62 @@ class Uses(NamedTuple):
         return {use.name for use in self.known} | self.unknown.keys()
 
 
-@dataclass(eq=False, slots=True)
-class _Group:
-    """A use, and the calls of layers that it comes from."""
-
-    use: LayerUse
-    calls: set[int] = field(default_factory=set)
+#: How layers use parameters, and where in a graph.
+Layers = Mapping[LayerUse, Sequence[ParameterUse]]
 
 
-def group_by_use(
-    contributions: Iterable[UseGradient],
-    reduced: frozenset[str],
-    conclusions: dict[Any, Any],
-) -> dict[LayerUse, list[UseGradient]]:
-    """Return a batch's gradients by use.
+def layers_of(samples: SampleGradients, reduced: frozenset[str]) -> Layers:
+    """Return the uses of a batch.
 
     Args:
-        contributions: The gradients that calls of layers contribute.
+        samples: The batch's forward pass.
         reduced: The parameters that are treated by the reduce setting.
-        conclusions: Earlier conclusions from the same graph, see ``SampleGradients``.
     """
-    contributions = list(contributions)
-    key = "layers", reduced, tuple(x.name for x in contributions)
-    uses = conclusions.get(key)
-    if uses is None:
-        uses = conclusions[key] = _layer_uses(contributions, reduced)
-    groups: dict[LayerUse, list[UseGradient]] = {}
-    for use, contribution in zip(uses, contributions, strict=True):
-        groups.setdefault(use, []).append(contribution)
-    return groups
+    return samples.known(("layers", reduced), lambda: _layers(samples, reduced))
 
 
-def _layer_uses(contributions: Iterable[UseGradient], reduced: frozenset[str]) -> list[LayerUse]:
-    """Return the use that each gradient is one of."""
-    groups: dict[LayerUse, _Group] = {}
-    of_each: list[_Group] = []
-    weights: dict[int, _Group] = {}
-    biases: dict[int, _Group] = {}
-    for contribution in contributions:
-        recorded, view = contribution.recorded, contribution.gradient.entries.view.in_order
-        if view.name != contribution.name:
-            # gradients with respect to all of a parameter may have no name
-            view = replace(view, name=contribution.name)
-        shape = KroneckerShape.of(contribution.gradient, recorded.use.is_bias)
-        is_product = (shape or contribution.gradient.before_pullback.kronecker_shape) is not None
-        use = LayerUse(view, shape, is_product)
-        group = groups.setdefault(use, _Group(use))
-        of_each.append(group)
-        group.calls.add(recorded.call)
+def _layers(samples: SampleGradients, reduced: frozenset[str]) -> Layers:
+    layers: dict[LayerUse, list[ParameterUse]] = {}
+    weights: dict[int, LayerUse] = {}
+    biases: dict[int, LayerUse] = {}
+    zeros, known = samples.zeros(), dict[int | None, tuple[KroneckerShape | None, bool]]()
+    for place in samples.uses:
+        if place.kind in known:
+            view, (shape, is_product) = place.entries.view, known[place.kind]
+            shape = shape and shape._replace(view=view)
+        else:
+            gradient = zeros.take(place, by_position=True)
+            view, shape = gradient.entries.view, KroneckerShape.of(gradient, place.use.is_bias)
+            is_product = (shape or gradient.before_pullback.kronecker_shape) is not None
+            if place.kind is not None and (shape is None or shape.view == view):
+                known[place.kind] = shape, is_product
+        # gradients with respect to all of a parameter may have no name
+        use = LayerUse(replace(view.in_order, name=place.name), shape, is_product)
+        layers.setdefault(use, []).append(place)
         if shape is not None and not shape.is_bias:
-            weights[recorded.call] = group
-        elif shape is not None and recorded.use.joins_weight:
-            biases[recorded.call] = group
+            weights[place.call] = use
+        elif shape is not None and place.use.joins_weight:
+            biases[place.call] = use
+    joined: dict[LayerUse, LayerUse] = {}
     for call, bias in biases.items():
         weight = weights.get(call)
-        is_new = weight is not None and weight.use.partner is None
-        if is_new and _are_partners(weight, bias, weights, biases):
-            w, b = weight.use, bias.use
-            shares = w.shape.groups == 1 and (w.name in reduced) == (b.name in reduced)
-            weight.use = LayerUse(w.view, w.shape, w.is_product, b.view, shares)
-            bias.use = LayerUse(b.view, b.shape, b.is_product, w.view, shares)
-    return [group.use for group in of_each]
+        if weight is None or weight in joined or not _are_partners(weight, bias):
+            continue
+        calls = {place.call for place in layers[weight]}
+        if calls == {place.call for place in layers[bias]} and all(
+            (weights[call], biases[call]) == (weight, bias) for call in calls
+        ):
+            shares = weight.shape.groups == 1 and (weight.name in reduced) == (bias.name in reduced)
+            joined[weight] = replace(weight, partner=bias.view, shares_gradients=shares)
+            joined[bias] = replace(bias, partner=weight.view, shares_gradients=shares)
+    return {joined.get(use, use): tuple(places) for use, places in layers.items()}
 
 
-def _are_partners(weight: _Group, bias: _Group, weights: Mapping, biases: Mapping) -> bool:
-    """Return whether a bias is added to all products with a weight, and to nothing else."""
-    shape, size = weight.use.shape, bias.use.shape.groups * bias.use.shape.outputs
-    return (
-        weight.calls == bias.calls
-        and all(weights[call] is weight and biases[call] is bias for call in weight.calls)
-        and not shape.one_hot_inputs
-        and size == shape.groups * shape.outputs
-        and bias.use.shape.view == bias.use.view
-    )
+def _are_partners(weight: LayerUse, bias: LayerUse) -> bool:
+    """Return whether a bias that is added to all products with a weight may have its block."""
+    shape, size = weight.shape, bias.shape.groups * bias.shape.outputs
+    is_whole = size == shape.groups * shape.outputs and bias.shape.view == bias.view
+    return is_whole and not shape.one_hot_inputs
 
 
 # --- which structure the blocks have

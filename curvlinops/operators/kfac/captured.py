@@ -55,31 +55,22 @@ class CapturedLayer:
 def captured_layers(
     problem: BatchProblem, samples: SampleGradients, options: Options
 ) -> Iterator[CapturedLayer]:
-    """Yield the layers of a batch.
-
-    Args:
-        problem: The risk on the batch.
-        samples: The batch's forward pass.
-        options: The options of the approximation.
-
-    Raises:
-        ValueError: If it is not known which positions belong to which sample.
-    """
+    """Yield the layers of a batch; it must be known which positions belong to which sample."""
     for chunk, (u, last) in enumerate(mark_last(backpropagated(problem, samples, options))):
-        contributions = list(samples.by_use(u, last))
-        biases = {x.recorded.call: x.name for x in contributions if x.recorded.use.joins_weight}
-        for contribution in contributions:
-            gradient, use = contribution.gradient, contribution.recorded.use
-            if use.is_bias or not isinstance(gradient, FactoredGradient):
+        arrived = samples.arrive(u, last)
+        biases = {use.call: use.name for use in samples.uses if use.use.joins_weight}
+        for use in samples.uses:
+            gradient = arrived.take(use, by_position=True)
+            if use.use.is_bias or not isinstance(gradient, FactoredGradient):
                 continue
-            if contribution.is_unassigned:
+            if use.samples is None:
                 raise ValueError(
                     "It is not known to which samples the rows of the layer of "
-                    f"'{contribution.name}' belong. Leave it out of params."
+                    f"'{use.name}' belong. Leave it out of params."
                 )
             inputs, gradients = gradient.inputs(), gradient.output_gradients()
             if inputs.shape[2] == 1:
                 inputs, gradients = inputs.squeeze(2), gradients.squeeze(3)
-            bias = biases.get(contribution.recorded.call)
+            bias = biases.get(use.call)
             where = problem.batch.index, chunk
-            yield CapturedLayer(contribution.name, bias, inputs, gradients, *where, gradient)
+            yield CapturedLayer(use.name, bias, inputs, gradients, *where, gradient)

@@ -1,16 +1,15 @@
 """The distance of blocks to the exact ones, from products with random vectors."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape
-from curvlinops.layers.gradients import sum_of, total
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.operators.kfac.block_sums import BlockSum, Views, matrices_of
+from curvlinops.operators.kfac.block_sums import BlockSum, Views
 from curvlinops.operators.kfac.blocks import PRODUCTS, Block
 from curvlinops.support.rng import seeded
 
@@ -29,38 +28,19 @@ class ExactProducts(BlockSum):
     has_bias: bool
     vectors: Tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the vectors."""
-        return {"vectors": self.vectors}
+    def of_factors(self, gradient: FactoredGradient) -> Iterable[dict[str, Tensor]] | None:
+        """Return the products with gradients ``g x^T`` of single positions."""
+        if not isinstance(gradient, OuterProducts) or gradient.num_positions > 1:
+            return None
+        return ({PRODUCTS: self._of_outer_products(x, g)} for x, g in self.positions(gradient))
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "ExactProducts":
-        """Return the same with other vectors."""
-        return replace(self, **tensors)
-
-    def of_gradients(self, gradients: Sequence[FactoredGradient]) -> dict[str, Tensor]:
-        """Return the products over a batch, given the gradients of all uses of the weight."""
-        whole = sum_of(list(gradients))
-        is_alike = KroneckerShape.of(whole, self.shape.is_bias) == self.shape
-        if is_alike and isinstance(whole, OuterProducts) and whole.num_positions == 1:
-            return {PRODUCTS: total(self._of_position(*some) for some in whole.positions())}
-        rows = matrices_of(gradients, self.shape, self.has_bias)
-        return {PRODUCTS: total(self.of_rows(some)[PRODUCTS] for some in rows)}
-
-    def _of_position(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the products for gradients ``g x^T``, which are not formed.
-
-        Args:
-            x: Inputs ``[n, 1, G, I]``.
-            g: Output gradients ``[V, n, 1, G, O]``.
-        """
-        x, g = x.squeeze(1), g.squeeze(2)
-        if self.has_bias:
-            x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=2)
+    def _of_outer_products(self, x: Tensor, g: Tensor) -> Tensor:
+        """Return the products with ``g x^T``, of x ``[P, G, I]`` and g ``[V, P, G, O]``."""
         images = torch.einsum("kgoi,ngi->nkgo", self.vectors, x)
         products = torch.einsum("vngo,nkgo->vnk", g, images)
         return torch.einsum("vnk,vngo,ngi->kgoi", products, g, x)
 
-    def of_rows(self, rows: Tensor) -> dict[str, Tensor]:
+    def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return ``sum vec(G) vec(G)^T`` times the vectors, over gradients ``[P, G, O, I]``."""
         rows, vectors = rows.flatten(1), self.vectors.flatten(1)
         return {PRODUCTS: ((vectors @ rows.T) @ rows).reshape(self.vectors.shape)}
@@ -69,16 +49,7 @@ class ExactProducts(BlockSum):
 def exact_products(
     blocks: Iterable[Block], like: Tensor, num: int, seed: int
 ) -> dict[Views, ExactProducts]:
-    """Return the products with random signs that estimate the distance of Kronecker products.
-
-    With at most as many entries as vectors, these are the unit vectors.
-
-    Args:
-        blocks: The blocks. Those that are no Kronecker products are left out.
-        like: A tensor of the vectors' dtype and device.
-        num: The number of vectors.
-        seed: Seeds the signs.
-    """
+    """Return the products with random signs, or all unit vectors, that estimate the distances."""
     found, generator = {}, seeded(like.device, seed)
     for block in blocks:
         if not block.terms:
@@ -98,15 +69,9 @@ def exact_products(
 def distances(
     blocks: Iterable[Block], wanted: Mapping[Views, ExactProducts], products: Mapping[Views, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor, bool]]:
-    """Return squared norms of ``(K - F) z`` and of ``F z`` for each vector z, by parameter.
+    """Return squared norms of ``(K - F) z`` and of ``F z``, ``[vectors]``, by parameter.
 
-    Args:
-        blocks: The blocks K.
-        wanted: The vectors.
-        products: The products of the exact blocks F with them.
-
-    Returns:
-        The norms ``[K]`` each, and whether the vectors were all unit vectors.
+    K are the blocks, and ``F z`` the products. Also whether the vectors z are all unit vectors.
     """
     found: dict[str, tuple[Tensor, Tensor, bool]] = {}
     for block in blocks:

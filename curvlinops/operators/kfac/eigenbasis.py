@@ -1,20 +1,15 @@
 """Second moments of gradients in the eigenbasis of a Kronecker product."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import (
-    FactoredGradient,
-    KroneckerShape,
-    relation,
-    squares_of_rows,
-    total,
-)
-from curvlinops.layers.gradients import sum_of
-from curvlinops.operators.kfac.block_sums import BlockSum, matrices_of
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation, squares_of_rows
+from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import MOMENT, Block
+from curvlinops.operators.vectors import Head
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor, identity
 from curvlinops.structured.kronecker import (
@@ -58,37 +53,27 @@ class Basis(BlockSum):
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the bases."""
-        bases = {"outputs": self.outputs, "inputs": self.inputs}
-        return {axis: x for axis, x in bases.items() if x is not None}
+    def of_factors(self, gradient: FactoredGradient) -> list[dict[str, Tensor]]:
+        """Return the sum of squared gradients in this basis, ``[G, O, I]``, of rotated factors."""
+        return [{MOMENT: gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)}]
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Basis":
-        """Return the same with other bases."""
-        return replace(self, outputs=tensors.get("outputs"), inputs=tensors.get("inputs"))
+    has_head = True
 
-    def of_gradients(self, gradients: Sequence[FactoredGradient]) -> dict[str, Tensor]:
-        """Return the sum over samples of squared gradients in this basis, ``[G, O, I]``."""
-        whole = sum_of(list(gradients))
-        if KroneckerShape.of(whole, self.shape.is_bias) == self.shape:
-            squares = whole.squares_in_basis(self.outputs, self.inputs, self.has_bias)
-            return {MOMENT: squares}
-        rows = matrices_of(gradients, self.shape, self.has_bias)
-        return {MOMENT: total(self.of_rows(some)[MOMENT] for some in rows)}
+    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the sum of squares of the gradients of a head's parameter in this basis."""
+        gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]
+        return {MOMENT: gradient.to(dtype).squares_in_basis(None, self.inputs, self.has_bias)}
 
-    def of_rows(self, rows: Tensor) -> dict[str, Tensor]:
+    def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the sum of squares of ``[P, G, O, I]`` in this basis, ``[G, O, I]``."""
         return {MOMENT: squares_of_rows(rows, self.outputs, self.inputs)}
 
 
 def eigenbases(blocks: Iterable[Block]) -> dict[tuple[ParameterView, ...], Basis]:
-    """Return the eigenbases of blocks that are Kronecker products, by their views.
+    """Return the eigenbases of blocks and stacks that are Kronecker products, by their views.
 
-    A block that is a sum of Kronecker products gets the eigenbasis of the first one. Axes along
-    which another one is diagonal keep the standard basis.
-
-    Args:
-        blocks: Single blocks, and stacks.
+    A sum of Kronecker products gets that of the first one. Axes along which another one is diagonal
+    keep the standard basis.
     """
     bases = {}
     for stack in blocks:

@@ -71,12 +71,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _bases_everywhere(
         self, sums: FactorSums, known: dict[tuple[ParameterView, ...], Basis]
     ) -> dict[tuple[ParameterView, ...], Basis]:
-        """Return the eigenbases of all blocks. Each rank decomposes the factors of some blocks.
-
-        Args:
-            sums: The means.
-            known: The bases that this rank has already.
-        """
+        """Return the eigenbases of all blocks, those that are not known from the ranks' shares."""
         ranks, products = sums.ranks, [block for block in sums.blocks if block.terms]
         if not self._is_partitioned:  # all ranks have the same
             products = [block for block in products if block.views not in known]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.blocks import Uses, group_by_use
+from curvlinops.operators.kfac.blocks import Uses, layers_of
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
@@ -99,8 +99,8 @@ def _all_uses(operator: KroneckerFactoredLinearOperator) -> Uses:
     sums = operator._no_sums(operator.space.names)
     with operator._on_all_ranks("partitions"), operator._batches("partitions") as problems:
         for _, samples in operator._forward_passes(problems, sums):
-            groups = group_by_use(samples.uses(), reduced, samples.conclusions)
-            uses = uses.union(Uses(frozenset(groups), samples.fallbacks))
+            layers = layers_of(samples, reduced)
+            uses = uses.union(Uses(frozenset(layers), samples.fallbacks))
     return reduce(Uses.union, operator.risk.ranks.gather_objects(uses))
 
 

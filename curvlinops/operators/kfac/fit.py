@@ -6,15 +6,15 @@ passes that add up ``c * sum G C G^T`` for B, or ``c * sum G^T C G`` for A, with
 factor. The first C is the identity. Factors that KFAC has as diagonals stay diagonal.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, moment, rotated
-from curvlinops.operators.kfac.block_sums import BlockSum, matrices_of
+from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import FIT_INPUTS, FIT_OUTPUTS, Block, moment_factor
 from curvlinops.operators.kfac.layout import with_matrices
 from curvlinops.operators.kfac.options import FitType, Options
@@ -28,99 +28,65 @@ BOTH = (FIT_OUTPUTS, FIT_INPUTS)
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """The matrix C of one pass, for one factor of a block, see above.
-
-    Attributes:
-        matrix: C, ``[G, n, n]``, or its diagonal ``[G, n]``; ``None`` for the identity.
-        diagonal: Whether only the diagonal of the factor is wanted.
-    """
-
-    matrix: Tensor | None
-    diagonal: bool
-
-    def of_positions(self, weighting: Tensor, rows: Tensor) -> Tensor:
-        """Return ``sum (w^T C w) r r^T``, over rows ``w`` and ``r``, both ``[P, G, *]``."""
-        # C is positive semidefinite up to rounding
-        weights = (self._times(weighting) * weighting).sum(-1, keepdim=True).clamp(min=0)
-        return moment(rows * weights.sqrt(), self.diagonal)
-
-    def of_matrices(self, rows: Tensor) -> Tensor:
-        """Return ``sum R C R^T``, over matrices ``[P, n, G, m]``, with C along the last axis."""
-        times = self._times(rows)
-        if self.diagonal:
-            return (times * rows).sum((0, 3)).T
-        return torch.einsum("pngm,pkgm->gnk", times, rows)
-
-    def _times(self, x: Tensor) -> Tensor:
-        is_diagonal = self.matrix is not None and self.matrix.ndim == 2
-        return x * self.matrix if is_diagonal else rotated(x, self.matrix)
-
-
-@dataclass(frozen=True)
 class FitSum(BlockSum):
     """The sums of one pass for a block.
 
     Attributes:
         shape: See ``BlockSum``.
         has_bias: See ``BlockSum``.
-        by_position: Whether G are gradients of positions, not of samples.
-        factors: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``.
+        diagonal: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``, and whether only their
+            diagonals are.
+        by_position: See ``BlockSum``.
+        inputs: The matrix C for B, see above: ``[G, I, I]``, or its diagonal ``[G, I]``; ``None``
+            for the identity.
+        outputs: That for A, ``[G, O, O]`` or ``[G, O]``.
     """
 
     shape: KroneckerShape
     has_bias: bool
-    by_position: bool
-    factors: Mapping[str, Weighted]
+    diagonal: Mapping[str, bool]
+    by_position: bool = False
+    inputs: Tensor | None = None
+    outputs: Tensor | None = None
 
-    @property
-    def needs_samples(self) -> bool:
-        """Whether it must be known to which samples rows belong."""
-        return not self.by_position
+    def of_factors(self, gradient: FactoredGradient) -> Iterator[dict[str, Tensor]] | None:
+        """Return the sums over gradients ``g x^T`` of positions."""
+        return self._of_outer_products(gradient) if self.by_position else None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the matrices C."""
-        return {k: x.matrix for k, x in self.factors.items() if x.matrix is not None}
+    def _of_outer_products(self, gradient: FactoredGradient) -> Iterator[dict[str, Tensor]]:
+        for x, outputs in self.positions(gradient):
+            for g in outputs:
+                pairs = {FIT_OUTPUTS: (g, x, self.inputs), FIT_INPUTS: (x, g, self.outputs)}
+                yield {kind: _of_rows(*pairs[kind], d) for kind, d in self.diagonal.items()}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "FitSum":
-        """Return the same with other matrices C."""
-        factors = {k: replace(x, matrix=tensors.get(k)) for k, x in self.factors.items()}
-        return replace(self, factors=factors)
-
-    def of_gradients(self, gradients: Sequence[FactoredGradient]) -> dict[str, Tensor]:
-        """Return the sums over a batch, given the gradients of all uses of the weight."""
-        if self.by_position:
-            parts = (part for x in gradients for part in self._of_positions(x))
-        else:
-            rows = matrices_of(gradients, self.shape, self.has_bias)
-            parts = map(self.of_rows, rows)
-        return _added(parts)
-
-    def _of_positions(self, gradient: FactoredGradient) -> Iterator[dict[str, Tensor]]:
-        for x, outputs in gradient.positions():
-            x = x.flatten(0, 1)
-            if self.has_bias:
-                x = torch.cat([x, x.new_ones(*x.shape[:2], 1)], dim=2)
-            for vector in outputs:
-                g = vector.flatten(0, 1)
-                pairs = {FIT_OUTPUTS: (x, g), FIT_INPUTS: (g, x)}
-                yield {k: weighted.of_positions(*pairs[k]) for k, weighted in self.factors.items()}
-
-    def of_rows(self, rows: Tensor) -> dict[str, Tensor]:
+    def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the sums over gradients of samples, ``[P, G, O, I]``."""
-        orders = {FIT_OUTPUTS: "p g o i -> p o g i", FIT_INPUTS: "p g o i -> p i g o"}
-        return {
-            kind: weighted.of_matrices(rearrange(rows, orders[kind]))
-            for kind, weighted in self.factors.items()
+        orders = {
+            FIT_OUTPUTS: ("p g o i -> p o g i", self.inputs),
+            FIT_INPUTS: ("p g o i -> p i g o", self.outputs),
         }
+        sums = {}
+        for kind, is_diagonal in self.diagonal.items():
+            order, C = orders[kind]
+            R = rearrange(rows, order)
+            products = _times(R, C)
+            if is_diagonal:
+                sums[kind] = (products * R).sum((0, 3)).T
+            else:
+                sums[kind] = torch.einsum("pngm,pkgm->gnk", products, R)
+        return sums
 
 
-def _added(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    sums: dict[str, Tensor] = {}
-    for part in parts:
-        for kind, x in part.items():
-            sums[kind] = sums[kind].add_(x) if kind in sums else x
-    return sums
+def _of_rows(rows: Tensor, weighting: Tensor, C: Tensor | None, diagonal: bool) -> Tensor:
+    """Return ``sum (w^T C w) r r^T``, or its diagonal, over rows r and w, both ``[P, G, *]``."""
+    # C is positive semidefinite up to rounding
+    weights = (_times(weighting, C) * weighting).sum(-1, keepdim=True).clamp(min=0)
+    return moment(rows * weights.sqrt(), diagonal)
+
+
+def _times(x: Tensor, C: Tensor | None) -> Tensor:
+    """Return ``x C`` for ``[*, G, n]``, with C as in ``FitSum``."""
+    return x * C if C is not None and C.ndim == 2 else rotated(x, C)
 
 
 def fits(block: Block) -> bool:
@@ -131,28 +97,23 @@ def fits(block: Block) -> bool:
 def sums_of_pass(
     sums: FactorSums, kinds: Sequence[str], known: FactorSums | None = None
 ) -> dict[tuple[ParameterView, ...], FitSum]:
-    """Return the sums of a pass for the blocks of this process, by their views.
-
-    Args:
-        sums: The means so far.
-        kinds: The wanted factors.
-        known: Means of earlier data, whose factors are used where they have any. Default: none.
-    """
+    """Return the sums of a pass for the wanted factors, with the factors of known means if any."""
     options, found = sums.options, {}
     for block in with_matrices(sums, filter(fits, sums.blocks)):
         if not block.is_here:
             continue
         (term,) = block.terms
-        is_diagonal = {k: x.is_diagonal for k, x in zip(BOTH, term.factors, strict=True)}
-        wanted = {}
+        factors = dict(zip(BOTH, term.factors, strict=True))
+        by_position = block.names[0] not in options.reduced
+        matrices = []
         for kind, other in zip(BOTH, reversed(BOTH), strict=True):
             tensor = (sums if known is None else known).tensors.get((block.views, other))
-            if kind in kinds:
-                with about(block.names):
-                    C = None if tensor is None else _MATRICES[options.fit](moment_factor(tensor))
-                wanted[kind] = Weighted(C, is_diagonal[kind])
-        by_position = block.names[0] not in options.reduced
-        found[block.views] = FitSum(term.shape, len(block.views) > 1, by_position, wanted)
+            with about(block.names):
+                is_used = tensor is not None and kind in kinds
+                matrices.append(_MATRICES[options.fit](moment_factor(tensor)) if is_used else None)
+        diagonal = {kind: factors[kind].is_diagonal for kind in kinds}
+        has_bias = len(block.views) > 1
+        found[block.views] = FitSum(term.shape, has_bias, diagonal, by_position, *matrices)
     return found
 
 
@@ -188,12 +149,7 @@ _MATRICES: dict[FitType, Callable[[Factor], Tensor | None]] = {
 
 
 def passes(options: Options, has_known: bool = False) -> list[Sequence[str]]:
-    """Return the factors that are computed in each pass over the data.
-
-    Args:
-        options: The options of the approximation.
-        has_known: Whether the factors of earlier data are known.
-    """
+    """Return the factors of each pass over the data; one, if those of earlier data are known."""
     if options.fit is FitType.KFAC:
         return []
     if options.fit is FitType.SHAMPOO or has_known:

@@ -27,12 +27,8 @@ class Damping:
 
     For the arguments see ``KFACInverseLinearOperator``.
 
-    Attributes:
-        of_inputs: The number that is added to the diagonal of A.
-        of_gradients: The number for B, and for blocks without factors.
-
-    Raises:
-        ValueError: If an argument is negative, or they do not go together.
+    ``of_inputs`` is the number that is added to the diagonal of A, ``of_gradients`` that for B and
+    for blocks without factors.
     """
 
     damping: float | tuple[float, float] = 0.0
@@ -65,12 +61,7 @@ class Damping:
         self.damping = tuple(numbers) if is_pair else numbers[0]
 
     def of(self, term: Term, weight: Term | None) -> list[float | Tensor]:
-        """Return the damping of a Kronecker product's factors, B first.
-
-        Args:
-            term: The Kronecker product.
-            weight: For a bias: that of the weight to whose products it is added.
-        """
+        """Return the damping of a product's factors, B first; a bias's is that of its weight."""
         dampings: tuple[float | Tensor, float | Tensor] = self.of_gradients, self.of_inputs
         pair = weight if term.inputs is None else term
         if self.use_heuristic_damping and pair is not None:
@@ -98,14 +89,10 @@ def _non_negative(value: Any) -> float | None:
 def inverses(
     blocks: Sequence[Block], damping: Damping
 ) -> Callable[[Block], StructuredLinearOperator]:
-    """Return the function that returns the damped inverse of a block, on its entries.
+    """Return a function from one of these blocks, or of their members, to its damped inverse.
 
     A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
     share the factor of these, and its inverse if that has the same damping.
-
-    Args:
-        blocks: All blocks, single ones and stacks; the function takes those of the stacks, too.
-        damping: The damping.
     """
     weights: dict[tuple[ParameterView, int], Term] = {}
     if damping.use_heuristic_damping:

@@ -265,12 +265,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self._sums
 
     def _set_sums(self, sums: FactorSums | None, is_mapped: bool = False) -> None:
-        """Replace the sums, and drop the matrices that were computed from the previous sums.
-
-        Args:
-            sums: The sums.
-            is_mapped: Whether they are in the files of a directory, perhaps larger than the memory.
-        """
+        """Replace the sums, perhaps by those in a directory's files, and drop their matrices."""
         self._sums, self._is_mapped = sums, is_mapped
         self._structure: BlockDiagonalLinearOperator | None = None
         self._made: tuple[list[Block], list[Block]] | None = None
@@ -278,13 +273,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _compute(
         self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
     ) -> FactorSums:
-        """Return the means over batches.
-
-        Args:
-            sums: Empty sums. They have the number of earlier batches and their uses of parameters.
-            batches: The batches; ``None`` for all data.
-            known: The means over earlier data; ``None`` if there are none.
-        """
+        """Return the means over batches, or all data, in sums that know of earlier ones, if any."""
         new, ranks, first = sums.emptied(), self.risk.ranks, sums.num_batches
         task = "factors" if batches is None else "update"
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
@@ -317,15 +306,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         wanted: Mapping[tuple[ParameterView, ...], BlockSum],
         batches: Batches | None,
     ) -> dict[Key, Tensor]:
-        """Return what a further pass over batches sums up for blocks, times the normalization.
-
-        Args:
-            task: The purpose of the pass.
-            sums: The means from which the blocks are computed.
-            first: The number of batches before.
-            wanted: The sum for each block.
-            batches: The batches; ``None`` for all data.
-        """
+        """Return what a pass over batches, or all data, sums up for blocks, times the scale."""
         part = replace(sums, tensors={}, num_batches=first)
         with self._on_all_ranks(task), self._batches(task, batches) as problems:
             for problem, samples in self._forward_passes(problems, part):

@@ -36,12 +36,7 @@ from curvlinops.structured.layout import ParameterView
 
 
 def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> list[Block]:
-    """Return blocks with their matrices, which share memory with the means.
-
-    Args:
-        sums: The means.
-        needed: The blocks. Default: all.
-    """
+    """Return some blocks, or all, with their matrices, which share memory with the means."""
     space, blocks = sums.space, []
     uses: dict[ParameterView, list[LayerUse]] = {}
     for use in sums.uses.known:
@@ -135,13 +130,7 @@ def assemble(
     sums: FactorSums,
     build: Callable[[Block], StructuredLinearOperator] = Block.operator,
 ) -> BlockDiagonalLinearOperator:
-    """Return the matrix of all blocks.
-
-    Args:
-        blocks: The blocks, with their matrices.
-        sums: The means.
-        build: Makes a structured operator of one block.
-    """
+    """Return the matrix of all blocks, each turned into a structured operator by ``build``."""
     blocks, space = list(blocks), sums.space
     ranks = sums.owning_ranks
     if sum(block.layout.size for block in blocks) < space.dim:

@@ -86,15 +86,9 @@ class ModuleFactors(NamedTuple):
 
 
 def by_module(blocks: Iterable[Block], space: ParameterSpace) -> dict[str, ModuleFactors]:
-    """Return the factors of the modules whose weights are Kronecker products.
+    """Return the factors of modules whose weights are Kronecker products.
 
-    Args:
-        blocks: All blocks.
-        space: All parameters.
-
-    Returns:
-        Factors by the name of the module; by the name of the parameter where a module has several
-        weights, or where there is no module.
+    By the name of the parameter where a module has several weights, or where there is no module.
     """
     single = {
         view.name: block.terms[0]
@@ -127,18 +121,9 @@ def check_pairs(
     space: ParameterSpace,
     fisher_type: FisherType,
 ) -> None:
-    """Check that each block is ``B (x) A`` for a module's weight, or B for its bias.
+    """Refuse, by name, blocks that are not ``B (x) A`` for a module's weight, or B for its bias.
 
     Programs that read factors by module, and multiply them by parameters themselves, rely on it.
-
-    Args:
-        modules: The factors by module.
-        blocks: All blocks.
-        space: All parameters.
-        fisher_type: Says whether B is the identity, which is kept as its diagonal.
-
-    Raises:
-        NotImplementedError: If a block is anything else, naming its parameters.
     """
     ndim = 1 if fisher_type is FisherType.FORWARD_ONLY else 2
     for block in blocks:

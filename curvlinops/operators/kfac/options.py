@@ -97,12 +97,7 @@ class Options:
     steps: int = 1
 
     def check(self, loss: Loss) -> None:
-        """Check that the options go together.
-
-        Raises:
-            ValueError: If one has no meaning beside the others.
-            NotImplementedError: If the loss has no likelihood to sample from.
-        """
+        """Refuse options that do not go together, or with the loss."""
         fisher = self.fisher_type
         if fisher is FisherType.MC:
             loss.check_can_sample()
@@ -124,16 +119,7 @@ class Options:
 
 
 def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
-    """Return the parameters for which the reduce setting is wanted.
-
-    Args:
-        kfac_approx: A ``KFACType``, or a mapping to these from names of parameters, or of the
-            modules that contain them; the others are treated by the expand setting.
-        names: The names of all parameters.
-
-    Raises:
-        ValueError: If there is no such setting, or no parameter of that name.
-    """
+    """Return the parameters for which the reduce setting is wanted; submodules override parents."""
     if not isinstance(kfac_approx, Mapping):
         reduce = check_choice("kfac_approx", kfac_approx, KFACType) is KFACType.REDUCE
         return frozenset(names if reduce else ())

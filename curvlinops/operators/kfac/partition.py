@@ -12,13 +12,7 @@ from curvlinops.support.groups import connected
 def units(
     uses: Uses, names: Sequence[str], together: Iterable[Collection[str]] = ()
 ) -> list[list[str]]:
-    """Return the parameters in groups whose blocks have no factor in common.
-
-    Args:
-        uses: The uses of the parameters.
-        names: All parameters.
-        together: Further parameters that belong together.
-    """
+    """Return the parameters in groups whose blocks have no factor in common."""
     pairs = [{use.name, use.partner.name} for use in uses.known if use.partner is not None]
     groups = connected([*([name] for name in names), *pairs, *filter(None, together)])
     return [[names[i] for i in group if i < len(names)] for group in groups]
@@ -29,11 +23,7 @@ def num_entries(
 ) -> int:
     """Return about how many numbers some parameters and their factors have.
 
-    Args:
-        uses: The uses of all parameters.
-        names: The parameters.
-        shapes: The shapes of all parameters.
-        limit: The largest size of a factor that is no diagonal.
+    Factors that are larger than the limit are diagonals.
     """
     factors: dict[ParameterView, int] = {}
     for use in uses.known:
@@ -62,10 +52,8 @@ def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> li
 def among(sizes: Sequence[int], num: int) -> list[int]:
     """Assign tasks to processes, the largest ones first to the process that has least.
 
-    Args:
-        sizes: The numbers of entries of each task's factors. The time to decompose them is about
-            the power 1.5 of that. Memory and time count equally.
-        num: The number of processes.
+    Sizes are the numbers of entries of each task's factors. The time to decompose them is about the
+    power 1.5 of that. Memory and time count equally.
     """
     costs = [
         size / max(sum(sizes), 1) + size**1.5 / max(sum(x**1.5 for x in sizes), 1) for size in sizes

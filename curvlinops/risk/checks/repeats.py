@@ -78,7 +78,7 @@ def observe(problem: BatchProblem) -> Observed:
         if problem.loss is not None:
             with problem.formulas():
                 result, _ = problem.loss_sum(output)
-        nodes = list(graph_nodes(result))
+        nodes = graph_nodes(result)
         draws, runs_users_code = not states.are_current(), problem.runs_users_code(nodes)
         if problem.loss is not None and (draws or runs_users_code):
             gradient = sketches(result, None, params)

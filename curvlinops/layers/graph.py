@@ -1,0 +1,113 @@
+"""Known graphs: what decides how a graph uses parameters, node by node.
+
+Two graphs are the same if all of this is equal: operations and how they are connected, the shapes
+and dtypes of their outputs, saved arguments that are no tensors, which saved tensors hooks have
+replaced, and which leaves are which parameters. One walk from the output compares a graph with a
+known one, and stops at the first difference.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from curvlinops.support.autograd_graph import graph_nodes, is_custom, is_python
+from curvlinops.support.pytree import leaves as tensors_in
+from curvlinops.support.torch_internals import function_of, outputs_of, plain_values, saved_values
+
+#: The number of known graphs that are compared with one: those of a model that drops layers at
+#: random are many, and all begin alike.
+_ALIKE = 8
+
+
+class Graph:
+    """What decides about a graph, given all nodes, inputs first, and what replaces parameters.
+
+    Attributes:
+        leaves: The numbers of the leaves that are parameters, and their names.
+        others: The numbers of all other leaves.
+        runs_python: Whether backward passes run the user's code.
+        operations: A hash of the operations.
+        plans: The uses in such graphs, by the number of samples and the parameters.
+    """
+
+    def __init__(self, output: Tensor, nodes: Sequence[Any], parameters: Mapping[str, Tensor]):
+        names = {id(x): name for name, x in parameters.items()}
+        numbers = {None: -1} | {node: number for number, node in enumerate(nodes)}
+        found = {numbers[x]: names.get(id(x.variable)) for x in nodes if _is_leaf(x)}
+        self._output = output.output_nr
+        records = [(i, *_record(x, numbers, found.get(i))) for i, x in enumerate(nodes)]
+        self._records = records[::-1]  # what uses a node comes before it
+        self.leaves = {number: name for number, name in found.items() if name is not None}
+        self.others = [number for number, name in found.items() if name is None]
+        self.runs_python = any(map(is_python, nodes))
+        self.operations = hash(tuple(node.name() for node in nodes))
+        self.plans: dict[Hashable, Any] = {}
+
+    def match(self, output: Tensor, parameters: Mapping[str, Tensor]) -> list[Any] | None:
+        """Return the nodes of the graph of an output if it is the same, else ``None``."""
+        if output.output_nr != self._output or output.grad_fn is None:
+            return None
+        nodes = [*[...] * (len(self._records) - 1), output.grad_fn, None]  # at -1 for no node
+        try:
+            for number, kind, sources, facts in self._records:
+                node = nodes[number]
+                edges = node.next_functions
+                if len(edges) != len(sources) or (type(node) is not kind and _kind(node) != kind):
+                    return None
+                for (source, index), (place, expected) in zip(edges, sources, strict=True):
+                    if nodes[place] is ...:
+                        nodes[place] = source
+                    if nodes[place] is not source or index != expected:
+                        return None
+                if sources and _facts(node) != facts:
+                    return None
+                if not sources and facts is not None and node.variable is not parameters[facts]:
+                    return None
+            others = {id(nodes[number].variable) for number in self.others}
+        except (AttributeError, KeyError, RuntimeError):  # of another kind, or freed
+            return None
+        is_same = others.isdisjoint(map(id, parameters.values())) and len(set(nodes)) == len(nodes)
+        return nodes[:-1] if is_same else None
+
+
+def graph_of(
+    graphs: dict[Graph, Hashable], X: Any, output: Tensor, parameters: Mapping[str, Tensor]
+) -> tuple[Graph, list[Any]]:
+    """Return an output's graph, one of the known ones or a new one, and its nodes, inputs first."""
+    key = output.shape, *(x.shape for x in tensors_in(X) if not x.is_nested)
+    alike = [graph for graph, other in graphs.items() if other == key]
+    for graph in reversed(alike):
+        if (nodes := graph.match(output, parameters)) is not None:
+            return graph, nodes
+    nodes = graph_nodes(output)
+    graph = Graph(output, nodes, parameters)
+    graphs[graph] = key
+    if len(alike) == _ALIKE:
+        del graphs[alike[0]]
+    return graph, nodes
+
+
+def _is_leaf(node: Any) -> bool:
+    return not node.next_functions and isinstance(getattr(node, "variable", None), Tensor)
+
+
+def _record(node: Any, numbers: Mapping[Any, int], name: str | None) -> tuple:
+    sources = [(numbers[source], index) for source, index in node.next_functions]
+    return _kind(node), sources, _facts(node) if sources else name
+
+
+def _kind(node: Any) -> type | str:
+    """Return what operation a node is of. Types of PyTorch's are compared fastest."""
+    if is_custom(node):
+        function = function_of(node)
+        return f"{function.__module__}.{function.__qualname__}"
+    name = node.name().rpartition("::")[2]
+    return type(node) if type(node).__name__ == name else name
+
+
+def _facts(node: Any) -> tuple:
+    """Return shapes and dtypes, plain arguments, and whether hooks have replaced saved tensors."""
+    held = [getattr(x, "data", None) for x in saved_values(node)]
+    is_tensor = [None if x is None else isinstance(x, Tensor) for x in held]
+    return [(x.shape, x.dtype) for x in outputs_of(node)], plain_values(node), is_tensor
