@@ -108,6 +108,15 @@ def raise_selective(error: Exception) -> None:
         ) from error
 
 
+def saved(node: Any, name: str) -> Any:
+    """Return what a node of a graph has saved, which checkpoints compute again."""
+    try:
+        return getattr(node, name)
+    except RuntimeError as error:
+        raise_selective(error)
+        raise
+
+
 def edge_vjp(edge: GradientEdge, cotangents: Tensor, target: GradientEdge) -> Tensor:
     """Return what passes an edge of a graph, given what passes another one. The graph is kept.
 

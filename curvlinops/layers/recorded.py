@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from curvlinops.autodiff.backward import batched_vjp, edge_vjp, in_chunks
+from curvlinops.autodiff.backward import batched_vjp, edge_vjp, in_chunks, saved
 from curvlinops.autodiff.evaluation import check_graph
 from curvlinops.layers.check import Comparison, probe
 from curvlinops.layers.gradients import (
@@ -131,7 +131,7 @@ class RecordedBatch:
                         return False
                     self._asked[use] = rule
                 other, node = rule.other, self.nodes[use.node]
-                self.others[use] = getattr(node, other) if isinstance(other, str) else other
+                self.others[use] = saved(node, other) if isinstance(other, str) else other
         return True
 
     def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
@@ -273,8 +273,8 @@ class RecordedBatch:
         ):
             return None
         with self._context():
-            before.output = node._saved_self if name == "MmBackward0" else node._saved_mat1
-            matrix = node._saved_mat2
+            before.output = saved(node, "_saved_self" if right == 1 else "_saved_mat1")
+            matrix = saved(node, "_saved_mat2")
         before._chunks = in_chunks(partial(batched_vjp, {"": before.output}), _ANY_NUMBER)
         return own, before, matrix
 

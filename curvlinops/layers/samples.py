@@ -194,6 +194,9 @@ class LayerFacts:
         self.checked: dict[int, set[str]] = {}
         self.graphs: dict[Graph, Hashable] = {}
 
+    def __reduce__(self) -> tuple:
+        return LayerFacts, ()  # hashes and types of nodes are those of this process
+
     def add(self, operations: int, names: set[str]) -> None:
         """Add parameters whose rules agree with autograd in a graph."""
         self.checked[operations] = self.checked.get(operations, set()) | names

@@ -724,6 +724,11 @@ class PowerLinearOperator(TorchLinearOperator):
             columns = self.operator._checked_apply(columns)
         return columns
 
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        if self.exponent < 2:
+            return super()._part(rows, columns)
+        return ProductLinearOperator(*[self.operator] * self.exponent)._part(rows, columns)
+
     def _formula(self) -> str:
         if self.exponent == 0:
             return "Identity"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.linear_operator.operator import PartLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.kronecker import EighDecomposedLinearOperator
@@ -224,6 +225,21 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             block._apply(layout.gather(self._gathered(columns, space)))
             for block, (space, layout) in zip(self._stacks, self._in_rows, strict=True)
         )
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        if not self._has_layouts:
+            return super()._part(rows, columns)
+        wanted = {*rows.names, *columns.names}
+        some = [
+            (names, *pair)
+            for names, pair in zip(self._keys, self._pairs, strict=True)
+            if not wanted.isdisjoint(names)
+        ]
+        keys, blocks, layouts = zip(*some, strict=True)
+        together = set().union(*keys)
+        space = self.domain.restricted([name for name in self.domain.names if name in together])
+        few = BlockDiagonalLinearOperator(blocks, space, layouts, self.ranks)
+        return PartLinearOperator(few, rows, columns)
 
     def _gathered(self, columns: Tensor, space: ParameterSpace) -> Tensor:
         """Return columns of whole parameters of a block, ``[K, space.dim]``."""

@@ -262,7 +262,7 @@ def _add_inputs(
     """
     reduced, bias, diagonal, _ = _treatment(stack[0][0], sums.options)
     moments, count = input_factor(gradients, masks, reduced, bias, diagonal)
-    for uses, moment_of in zip(stack, moments.unflatten(0, (len(stack), -1)), strict=True):
+    for uses, moment_of in zip(stack, _parts(moments, len(stack)), strict=True):
         key = tuple(uses if len(uses) == 1 else sorted(uses, key=repr))
         sums.add((key, INPUTS), moment_of)
         sums.add((key, INPUT_COUNT), count.double())
@@ -275,8 +275,13 @@ def _add_gradients(
     """Add the output gradients of equal uses, side by side, to the sums for B."""
     reduced, _, _, diagonal = _treatment(stack[0], sums.options)
     moments = gradient_factor(gradients, reduced, diagonal)
-    for use, moment_of in zip(stack, moments.unflatten(0, (len(stack), -1)), strict=True):
+    for use, moment_of in zip(stack, _parts(moments, len(stack)), strict=True):
         sums.add((use, GRADIENTS), moment_of)
+
+
+def _parts(moments: Tensor, num: int) -> Iterable[Tensor]:
+    """Return the moments of several uses side by side. Views would keep all in memory."""
+    return [moments] if num == 1 else torch.unbind_copy(moments.unflatten(0, (num, -1)))
 
 
 def _exact_block_gradients(

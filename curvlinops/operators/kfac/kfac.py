@@ -16,7 +16,8 @@ from torch import Tensor
 
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.linear_operator.operator import PartLinearOperator, TorchLinearOperator
+from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums, everywhere
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
@@ -630,7 +631,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return self
 
     _apply = of_structure(StructuredLinearOperator._apply)
-    _part = TorchLinearOperator._part
+
+    def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
+        return _PartOfStructure(self, rows, columns)
+
+
+class _PartOfStructure(PartLinearOperator):
+    """The rows and columns of some tensors, by blocks of the structure at each moment."""
+
+    def _apply(self, columns: Tensor) -> Tensor:
+        part = self.operator.structure._part(self.codomain, self.domain)
+        return part._checked_apply(columns)
 
 
 class KFACLinearOperator(KroneckerFactoredLinearOperator):

@@ -104,6 +104,7 @@ class _Join:
     def __init__(self, sums: FactorSums):
         self._sums = sums
         self._keys = {id(x): key for key, x in sums.tensors.items()}
+        self._tensors: dict[tuple[int, ...], tuple[Tensor, tuple[Tensor, ...]]] = {}
         self._factors: dict[tuple[Factor, ...], Factor] = {}
 
     def blocks(self, members: Sequence[Block]) -> Block:
@@ -146,8 +147,11 @@ class _Join:
         """Return tensors one after the other, and the parts that take their places."""
         if (whole := _whole(tensors)) is not None:
             return whole, tuple(tensors)
-        whole = torch.cat(list(tensors))
-        parts = whole.split(len(tensors[0]))
+        key = tuple(tensor.data_ptr() for tensor in tensors)
+        if key not in self._tensors:
+            whole = torch.cat(list(tensors))
+            self._tensors[key] = whole, whole.split(len(tensors[0]))
+        whole, parts = self._tensors[key]
         for tensor, part in zip(tensors, parts, strict=True):
             if (name := self._keys.pop(id(tensor), None)) is not None:
                 self._sums.tensors[name] = part

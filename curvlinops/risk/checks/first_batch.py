@@ -47,5 +47,6 @@ def check_first_batch(risk: EmpiricalRisk) -> Tensor:
                 for check in CHECKS:  # at last: models may keep what they compute in X
                     check(problem, seen)
                 break
-        first = seen._replace(output=stand_in(seen.output))
+        first = seen = seen._replace(output=stand_in(seen.output))
+        del problem  # and its batch
     return stand_in(seen.output)
