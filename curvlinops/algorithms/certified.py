@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
 from curvlinops.algorithms.intervals import bilinear_form
-from curvlinops.algorithms.solver import solves
+from curvlinops.algorithms.iteration import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_count

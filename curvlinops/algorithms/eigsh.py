@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iteration import (
+    Callback,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solves,
+    stops,
+)
 from curvlinops.algorithms.krylov import ASYMMETRY
-from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import as_integer, check_choice, check_count

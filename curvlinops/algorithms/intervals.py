@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
+from curvlinops.algorithms.iteration import Callback, Iteration, check_callback, solves, stops
 from curvlinops.algorithms.krylov import (
     ASYMMETRY,
     Systems,
@@ -39,7 +39,6 @@ from curvlinops.algorithms.krylov import (
     orthonormalized,
     scaled,
 )
-from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_choice, check_count, check_number

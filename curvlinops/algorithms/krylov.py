@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.solver import solver
+from curvlinops.algorithms.iteration import (
+    Callback,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solver,
+    stops,
+)
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors

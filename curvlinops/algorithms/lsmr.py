@@ -9,9 +9,8 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Product
-from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iteration import check_on_failure, fail, solver
 from curvlinops.algorithms.krylov import Kind
-from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph

@@ -11,9 +11,16 @@ from curvlinops.algorithms.as_operator import (
     Preconditioner,
     read_preconditioner,
 )
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
-from curvlinops.algorithms.solver import solver
+from curvlinops.algorithms.iteration import (
+    Callback,
+    DivergenceError,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solver,
+    stops,
+)
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 

@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.solver import solves
+from curvlinops.algorithms.iteration import (
+    Callback,
+    ConvergenceWarning,
+    Iteration,
+    check_callback,
+    solves,
+    stops,
+)
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
 from curvlinops.support.rng import check_source, read_generator

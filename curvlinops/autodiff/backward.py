@@ -16,13 +16,13 @@ from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.refusals import is_refusal, lacks_memory
-from curvlinops.support.stand_in import is_stand_in, stand_in
 from curvlinops.support.torch_internals import (
     input_metadata,
     run_backward,
     without_torch_function,
 )
 from curvlinops.support.warnings import first_line
+from curvlinops.team.scattering import is_stand_in, stand_in
 from curvlinops.team.shards import WHOLE, Shards
 
 _LOGGER = logging.getLogger("curvlinops")

@@ -27,7 +27,6 @@ from curvlinops.autodiff.parameters import (
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import nearest
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
@@ -35,6 +34,7 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_hooks,
 )
+from curvlinops.team.scattering import stand_in
 from curvlinops.team.shards import WHOLE, shards_of
 
 _OF_THE_LOSS = (
@@ -387,3 +387,21 @@ def check_modules(module: nn.Module) -> None:
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             kind = f"'{name}' ({type(child).__name__})"
             check_options(kind, child.max_norm, child.scale_grad_by_freq)
+
+
+@contextmanager
+def eval_mode(model_func: Any) -> Iterator[None]:
+    """Clear the train flags of a model's modules, and restore each of them afterwards.
+
+    ``train()`` and ``eval()`` are not called: what else a module does there, such as merging an
+    adapter into its weights, need not be reversible.
+    """
+    modules = [module for root in find_modules(model_func) for module in root.modules()]
+    flags = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag

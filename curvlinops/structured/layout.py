@@ -1,6 +1,6 @@
 """Where the entries of a block's vectors are in the parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -284,3 +284,24 @@ def in_whole(layout: Layout, space: ParameterSpace) -> Layout:
     if None in spaced:
         return Layout(tuple(views), layout.rows, layout.number)
     return Layout(tuple(spaced), layout.rows * layout.number)
+
+
+def connected(sets: Iterable[Iterable[Hashable]]) -> list[list[int]]:
+    """Return the indices of sets in groups, where sets of different groups share no element."""
+    parents: dict[Hashable, Hashable] = {}
+
+    def root(x: Hashable) -> Hashable:
+        while (parent := parents.setdefault(x, x)) is not x:
+            parents[x] = x = parents[parent]
+        return x
+
+    firsts = []
+    for elements in sets:
+        first, *others = elements
+        firsts.append(first)
+        for x in others:
+            parents[root(x)] = root(first)
+    groups: dict[Hashable, list[int]] = {}
+    for i, first in enumerate(firsts):
+        groups.setdefault(root(first), []).append(i)
+    return list(groups.values())

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.support.digest import checksum
-from curvlinops.support.sketch import sketch
+from curvlinops.support.digest import checksum, sketch
 from curvlinops.support.torch_internals import strided_tensors
 
 #: Plain values, and entries of ``numbers``, as JSON has them.

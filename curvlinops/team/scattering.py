@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
 
@@ -218,3 +217,14 @@ PRODUCTS: dict[Callable, Callable] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
 }
+
+
+def stand_in(like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return zeros that have no memory, by default of the shape of a tensor."""
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)
+    return zero.expand(like.shape if shape is None else shape)
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """Return whether a tensor has many entries and the memory of one."""
+    return x.numel() > 1 and not any(x.stride())

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.support.columns import Columns
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     forward_hooks,
@@ -36,16 +35,16 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_torch_function,
 )
-from curvlinops.team.collectives import (
+from curvlinops.team.layout import GatheredColumns
+from curvlinops.team.messages import (
     all_gather,
     begin_gather,
     empty_whole,
     gather_parts,
     reduce_scatter,
 )
-from curvlinops.team.layout import GatheredColumns
 from curvlinops.team.mixed_precision import casting_hooks, check_policy
-from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
+from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter, stand_in
 from curvlinops.team.schedule import Schedule
 
 T = TypeVar("T")

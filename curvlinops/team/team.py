@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, distributed
 
 from curvlinops.support.columns import Columns, flat
-from curvlinops.support.sketch import sketch
-from curvlinops.team.collectives import empty_whole, gather_parts
-from curvlinops.team.messages import gather_objects, listed, sending_errors
+from curvlinops.support.digest import sketch
+from curvlinops.team.messages import (
+    empty_whole,
+    gather_objects,
+    gather_parts,
+    listed,
+    sending_errors,
+)
 from curvlinops.team.shards import WHOLE, Shards
 
 #: Returns what all processes must have in common, by the name that a message gives it. ``None`` is

@@ -56,7 +56,7 @@ from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.torch_internals import shape_of_output
 from curvlinops.team import shards
-from curvlinops.team.collectives import begin_gather
+from curvlinops.team.messages import begin_gather
 from curvlinops.team.schedule import Schedule
 from curvlinops.team.shards import Kind, Request, Shards
 

@@ -16,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.overrides.attention import ATTENTION
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
-from curvlinops.autodiff.overrides.deviation import DEVIATIONS
-from curvlinops.autodiff.overrides.distance import cdist
 from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
+from curvlinops.autodiff.overrides.norms import DEVIATIONS, cdist, weight_norm
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
-from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.autodiff.overrides.writes import Protected, writes
 from curvlinops.support import torch_internals
 

@@ -12,7 +12,7 @@ from curvlinops.operators.kfac.blocks import Block, Term, moment_factor
 from curvlinops.operators.kfac.eigenbasis import Basis
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.factor import Factor
-from curvlinops.support.groups import connected
+from curvlinops.structured.layout import connected
 
 #: The largest number of entries of a stack's matrix. Larger ones gain nothing.
 _LARGEST = 2**20
