@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator import vector_gradients
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import (
     Array,
@@ -31,7 +30,7 @@ from curvlinops.support.arguments import (
     nearest,
     without_graph,
 )
-from curvlinops.support.torch_modes import in_default_modes, uncompiled
+from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
 from curvlinops.team.team import Team, largest
 
 if TYPE_CHECKING:  # SciPy has no annotations: mypy would take operators for numbers
@@ -315,7 +314,7 @@ class TorchLinearOperator(LinearOperator):
     def _multiply(self, columns: Tensor) -> Tensor:
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
-            return vector_gradients.Product.apply(self, columns)
+            return _Differentiable.apply(self, columns)
         out = self._checked_apply(columns)
         is_alias = out.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
         return out.clone() if is_alias else out
@@ -586,6 +585,29 @@ class TorchLinearOperator(LinearOperator):
 
     def _transpose(self) -> "TorchLinearOperator":
         return self._adjoint()
+
+
+class _Differentiable(torch.autograd.Function):
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, columns: Tensor) -> Tensor:
+        """Multiply columns, given a ``TorchLinearOperator``."""
+        ctx.operator = operator
+        # a copy, since autograd would not let users change views in place
+        return operator._multiply(columns.detach()).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        """Multiply gradients by the adjoint."""
+        try:
+            with default_modes():
+                check_finite(gradient, ctx.operator.codomain)
+                return None, ctx.operator._adjoint()._multiply(gradient)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"The gradient of a product is a product with the adjoint. {error}"
+            ) from error
 
 
 class SumLinearOperator(TorchLinearOperator):

@@ -143,7 +143,7 @@ def without_graph(x: Any, name: str) -> Any:
         ValueError: If derivatives with respect to it are recorded: they would be missing.
     """
     parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else [x]
-    if any(isinstance(part, Tensor) and _is_followed(part) for part in parts):
+    if any(isinstance(part, Tensor) and is_differentiated(part) for part in parts):
         raise ValueError(
             f"{name} requires gradients, but only products A @ v are differentiated, and only with "
             "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
@@ -151,6 +151,7 @@ def without_graph(x: Any, name: str) -> Any:
     return x
 
 
-def _is_followed(x: Tensor) -> bool:
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether derivatives with respect to a tensor are recorded, in either mode."""
     recorded = x.requires_grad and torch.is_grad_enabled()
     return recorded or forward_ad.unpack_dual(x).tangent is not None

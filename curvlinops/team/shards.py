@@ -25,9 +25,7 @@ from torch import Tensor, distributed, nn
 from curvlinops.support.columns import Columns
 from curvlinops.support.torch_internals import (
     distributed_tensors,
-    forward_hooks,
     fsdp_dtypes,
-    is_tensor_parallel_hook,
     modules_of,
     reshard,
     tensor_tables,
@@ -35,6 +33,7 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_torch_function,
 )
+from curvlinops.team.fully_shard import casting_hooks, check_modules, groups_of
 from curvlinops.team.layout import GatheredColumns
 from curvlinops.team.messages import (
     all_gather,
@@ -43,16 +42,9 @@ from curvlinops.team.messages import (
     gather_parts,
     reduce_scatter,
 )
-from curvlinops.team.mixed_precision import casting_hooks, check_policy
 from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter, stand_in
-from curvlinops.team.schedule import Schedule
 
 T = TypeVar("T")
-
-_WHOLE = (
-    "Give each process a model with all parameters, with values as by "
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
-)
 
 
 class Kind(IntEnum):
@@ -82,6 +74,36 @@ class Request(NamedTuple):
 
 
 _NOTHING = Request(Kind.NOTHING)
+
+
+_UNKNOWN: tuple[tuple, tuple] = (), ()
+
+
+class Schedule:
+    """The requests of a process on earlier batches, in their order."""
+
+    def __init__(self) -> None:
+        #: By task and first request, a pair: the requests that followed, if the latest two batches
+        #: agree, else none; and those of the latest batch.
+        self._known: dict[tuple, tuple[tuple, tuple]] = {}
+        self._task: Hashable = None
+        self._requests: list[Any] = []
+
+    def begin(self, task: Hashable) -> None:
+        """Note that the next requests are for a batch in a task; ``None`` for anything else."""
+        if self._task is not None and self._requests:
+            key, latest = (self._task, self._requests[0]), tuple(self._requests[1:])
+            _, before = self._known.get(key, _UNKNOWN)
+            self._known[key] = latest if latest == before else (), latest
+        self._task, self._requests = task, []
+
+    def next(self, request: Any) -> tuple:
+        """Note a request; return those that will follow, if it is the first one of a batch."""
+        self._requests.append(request)
+        if len(self._requests) > 1:
+            return ()
+        repeated, _ = self._known.get((self._task, request), _UNKNOWN)
+        return repeated
 
 
 #: The group of all processes of a mesh, by the group of its replicas. A new one takes connections.
@@ -130,16 +152,9 @@ class Shards:
     def __init__(self, module: nn.Module | None = None, sharded: Mapping[str, Any] | None = None):
         if module is None or not sharded:
             return
-        _check_modules(module)
-        groups = {name: _groups_of(name, parameter) for name, parameter in sharded.items()}
-        self.group, self.replicas = next(iter(groups.values()))
+        check_modules(module)
+        self.group, self.replicas = groups_of(sharded)
         self._ranks = distributed.get_process_group_ranks(self.group)
-        for name, (group, _) in groups.items():
-            if distributed.get_process_group_ranks(group) != self._ranks:
-                raise TypeError(
-                    f"'{name}' is sharded over other processes than '{next(iter(groups))}'. Call "
-                    f"fully_shard with one mesh. {_WHOLE}"
-                )
         self.size = self.group.size()
         some = next(iter(sharded.values()))
         self._mesh, self._device = some.device_mesh, some.to_local().device
@@ -656,48 +671,3 @@ def _plain_calls() -> Iterator[None]:
     """Let calls of the package itself be seen by no mode, and recorded in no graph."""
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         yield
-
-
-# --- what is refused
-
-
-def _groups_of(name: str, parameter: Any) -> tuple[Any, Any]:
-    """Return the processes that have the shards of a parameter, and those with the same shard."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements, mesh = parameter.placements, parameter.device_mesh
-    sharded = [axis for axis, x in enumerate(placements) if type(x) is not Replicate]
-    others = [axis for axis in range(mesh.ndim) if axis not in sharded]
-    if len(sharded) != 1 or placements[sharded[0]] != Shard(0) or len(others) > 1:
-        raise TypeError(
-            f"'{name}' has the placements {list(placements)}. Supported are parameters that "
-            f"fully_shard shards along their first axis over one axis of the mesh. {_WHOLE}"
-        )
-    if parameter.to_local().device.type != mesh.device_type:
-        raise TypeError(
-            f"'{name}' is offloaded to {parameter.to_local().device}, which is not supported: omit "
-            "offload_policy in fully_shard."
-        )
-    return mesh.get_group(sharded[0]), mesh.get_group(others[0]) if others else None
-
-
-def _check_modules(module: nn.Module) -> None:
-    """Refuse modules that need sharded parameters in another way than by reading them."""
-    for name, child in module.named_modules():
-        where = f"The model's module '{name}'" if name else "The model"
-        hooks = chain.from_iterable(table.values() for table in forward_hooks(child))
-        if any(map(is_tensor_parallel_hook, hooks)):
-            raise TypeError(
-                f"{where} is parallelized by torch.distributed.tensor.parallel, which is "
-                f"not supported. {_WHOLE}"
-            )
-        sharded = distributed_tensors()
-        if isinstance(child, nn.RNNBase) and any(
-            isinstance(x, sharded) for x in child.parameters(recurse=False)
-        ):
-            raise TypeError(
-                f"{where} ({type(child).__name__}) has sharded parameters and keeps them "
-                "in a list of its own. Leave it out: fully_shard(..., "
-                "ignored_params=set(module.parameters()))."
-            )
-        check_policy(where, child)

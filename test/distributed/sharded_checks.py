@@ -57,8 +57,7 @@ from curvlinops.layers import rules
 from curvlinops.support.torch_internals import shape_of_output
 from curvlinops.team import shards
 from curvlinops.team.messages import begin_gather
-from curvlinops.team.schedule import Schedule
-from curvlinops.team.shards import Kind, Request, Shards
+from curvlinops.team.shards import Kind, Request, Schedule, Shards
 
 CHECKS, check = registry()
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.overrides.norms import is_differentiated
+from curvlinops.support.arguments import is_differentiated
 from curvlinops.support.devices import entries_at_once
 from curvlinops.support.torch_internals import in_transform, wanted_gradients
 
