@@ -61,12 +61,9 @@ class Matrix:
             raise ValueError(f"The matrix must be square, got shape {list(self.shape)}.")
 
     def __matmul__(self, X: Tensor) -> Tensor:
-        """Multiply vectors ``[columns, K]``.
+        """Multiply vectors ``[columns, K]``; refuse products that are not finite.
 
         The product is fastest if ``X`` is the transpose of a contiguous tensor.
-
-        Raises:
-            ValueError: If the product is not finite.
         """
         return self._multiply(X, self.operator)
 
@@ -122,15 +119,7 @@ def as_operator(A: AnyMatrix) -> TorchLinearOperator:
 
 
 def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinearOperator | None:
-    """Return a preconditioner as an operator.
-
-    Args:
-        preconditioner: An operator or matrix; a function of vectors ``[D]``; or ``None``.
-        A: The matrix whose inverse the preconditioner approximates.
-
-    Raises:
-        ValueError: If the preconditioner's shape or parameters are not those of the matrix.
-    """
+    """Return a preconditioner of a matrix, which may be a function of vectors ``[D]``."""
     if preconditioner is None:
         return None
     if callable(preconditioner) and not isinstance(preconditioner, LinearOperator):
@@ -150,13 +139,7 @@ def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinea
 class ForeignLinearOperator(TorchLinearOperator):
     """Wraps a matrix from outside as an operator of this package.
 
-    Args:
-        shape: The matrix's shape.
-        dtype: The dtype of products, float32 or float64.
-        device: The device of products.
-        multiply: Multiplies ``[columns, K]`` by the matrix.
-        multiply_adjoint: Multiplies ``[rows, K]`` by its transpose.
-        operands: The operators of this package that it multiplies with.
+    Its functions multiply ``[columns, K]`` by it, and ``[rows, K]`` by its transpose.
     """
 
     def __init__(

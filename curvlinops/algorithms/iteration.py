@@ -61,14 +61,6 @@ def stops(callback: Callback, team: Team, state: Callable[[], Iteration]) -> boo
 
     If several processes multiply together, all of them call this function. Each may have a callback
     or none. The iteration stops in all processes if the callback of any returns ``True``.
-
-    Args:
-        callback: The user's callback.
-        team: The processes that iterate together.
-        state: Returns the state that is passed to the callback.
-
-    Raises:
-        RuntimeError: If there is an error in the callback of another process.
     """
 
     def answer() -> bool:
@@ -119,15 +111,7 @@ def check_on_failure(on_failure: str) -> None:
 
 
 def fail(message: str, on_failure: str) -> None:
-    """Warn that an algorithm has not converged, or raise an error.
-
-    Args:
-        message: The text.
-        on_failure: ``"warn"`` or ``"raise"``.
-
-    Raises:
-        ConvergenceError: If ``on_failure`` is ``"raise"``.
-    """
+    """Warn that an algorithm has not converged, or raise a ConvergenceError."""
     if on_failure == "raise":
         raise ConvergenceError(message)
     warn(message, ConvergenceWarning)
@@ -142,13 +126,7 @@ R = TypeVar("R")
 
 @contextmanager
 def solver(*operators: TorchLinearOperator) -> Iterator[None]:
-    """Linearize operators.
-
-    An error in one of the processes that multiply together is raised in all, see ``raised_in_all``.
-
-    Args:
-        *operators: The operators that it multiplies with.
-    """
+    """Linearize operators; raise an error in all processes that multiply together."""
     with raised_in_all(*operators), all_linearized(*operators):
         yield
 

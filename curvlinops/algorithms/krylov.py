@@ -214,18 +214,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
 
 class DampedMatrix:
-    """A symmetric matrix with damping, and its preconditioner.
-
-    Args:
-        matrix: The matrix A.
-        damping: Multiple of the identity that is added to A.
-        preconditioner: Approximates the inverse. ``None``: the identity.
-        method: The name of the method, for error messages.
-
-    Attributes:
-        space: The space of the vectors.
-        num_products: Number of rows multiplied so far.
-    """
+    """A symmetric matrix with damping, and its preconditioner; messages name the method."""
 
     def __init__(
         self,
@@ -241,11 +230,7 @@ class DampedMatrix:
         self.num_products = 0
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply rows ``[K, D]`` by ``A + damping I``.
-
-        Raises:
-            ValueError: If products show that the matrix is not symmetric.
-        """
+        """Multiply columns ``[K, D]`` by ``A + damping I``; refuse what is not symmetric."""
         self.num_products += len(rows)
         out = (self._matrix @ rows.T).T.contiguous()
         if self._damping:
@@ -298,11 +283,6 @@ class Systems(SimpleNamespace):
 class IterationLog:
     """Records the iterations of a solver, and calls the user's callback after each.
 
-    Args:
-        A: Counts the products.
-        residuals: Residual norms of all K systems before the first iteration, ``[K]``.
-        stops: Calls the callback with the state that a function returns, see ``callbacks.stops``.
-
     Attributes:
         iterations: Number of iterations of each system, ``[K]``.
         has_stopped: Whether the callback has stopped the iteration.
@@ -320,13 +300,7 @@ class IterationLog:
         self.has_stopped = False
 
     def add(self, X: Tensor, systems: Systems, residuals: Tensor) -> bool:
-        """Record an iteration; return whether the callback stops.
-
-        Args:
-            X: The solutions of all systems so far, ``[K, D]``.
-            systems: The systems of this iteration.
-            residuals: The residual norms of these systems.
-        """
+        """Record solutions ``[K, D]`` and these systems' residuals; return whether to stop."""
         self.iterations[systems.index] += 1
         current = self._residuals[-1].index_copy(0, systems.index, residuals)
         self._residuals.append(current)
@@ -370,17 +344,10 @@ def scaled(factors: Tensor, rows: Tensor) -> Tensor:
 def orthonormalized(
     space: ParameterSpace, rows: Tensor, bases: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit vectors that are orthogonal to bases, by two passes of Gram and Schmidt.
+    """Return unit vectors orthogonal to bases ``[K, m, D]``, overlaps ``[K, m]``, norms ``[K]``.
 
-    Args:
-        space: The space of the vectors.
-        rows: K vectors, ``[K, D]``.
-        bases: An orthonormal basis for each, ``[K, m, D]``.
-
-    Returns:
-        The unit vectors, ``[K, D]``; the overlaps of the vectors with their bases, ``[K, m]``, and
-        the norms of what is outside of these, ``[K]``, in float64. Vectors of which only rounding
-        errors are outside have the unit vector zero.
+    The norms are those of what is outside of the bases, by two passes of Gram and Schmidt. Vectors
+    ``[K, D]`` of which only rounding errors are outside have the unit vector zero.
     """
     overlaps = rows.new_zeros(bases.shape[:2], dtype=torch.float64)
     sizes = overlaps.new_ones(len(rows), 1)

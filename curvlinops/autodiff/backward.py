@@ -118,15 +118,9 @@ def saved(node: Any, name: str) -> Any:
 
 
 def edge_vjp(edge: GradientEdge, cotangents: Tensor, target: GradientEdge) -> Tensor:
-    """Return what passes an edge of a graph, given what passes another one. The graph is kept.
+    """Return what passes an edge nearer to the leaves, ``[K, *target]``, given ``[K, *]``.
 
-    Args:
-        edge: The edge nearer to the output.
-        cotangents: Its gradients, ``[K, *]``.
-        target: The edge nearer to the leaves, such as a leaf.
-
-    Returns:
-        Gradients ``[K, *target]``.
+    The graph is kept.
     """
 
     def product(cotangent: Tensor) -> Tensor:
@@ -158,16 +152,10 @@ def batched_vjp(
     inputs: Mapping[Name, Tensor | GradientEdge],
     retain: bool = True,
 ) -> dict[Name, Tensor | None]:
-    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
+    """Multiply cotangents ``[K, *output]`` with the transposed Jacobian of outputs by inputs.
 
-    Args:
-        outputs: Each has a cotangent; see ``vjp``.
-        cotangents: ``[K, *output]``.
-        inputs: Tensors of the graph, or places in it.
-        retain: Whether the graph is used again.
-
-    Returns:
-        ``[K, *input]`` for each input; ``None`` where no output depends on it.
+    Inputs are tensors of the graph, or places in it. Each has ``[K, *input]``, ``None`` where no
+    output depends on it. See ``vjp``.
     """
     with without_torch_function():  # an evaluation watches what the model calls
         single = len(next(iter(cotangents.values()))) == 1
@@ -221,11 +209,7 @@ class NoDerivativeError(NotImplementedError):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Explain PyTorch's errors about missing derivatives.
-
-    Raises:
-        NoDerivativeError: In place of such an error, with what to do.
-    """
+    """Raise a NoDerivativeError for PyTorch's errors about missing derivatives."""
     try:
         yield
     except RuntimeError as error:
@@ -259,23 +243,12 @@ def in_chunks(
     tensors: tuple[Tensor, ...] = (),
     shards: Shards = WHOLE,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
-    """Return a function that applies a product to any number of columns.
+    """Return a function that applies a product to any number of columns, by ``vmap``.
 
-    Args:
-        product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
-            not support that, columns are taken one by one.
-        size: The number of columns at once. It is halved while the memory is too small. Default: as
-            many as have ``bytes_of_pass``, if each needs what ``tensors`` and their graphs do.
-        tensors: What the product keeps, see ``Linear``.
-        shards: The parameters that are sharded.
-
-    Returns:
-        A function of columns, and of further arguments of the product. It yields slices of the
-        columns, each with its product.
-
-    Raises:
-        RuntimeError: If a product of several columns fails after a part of it was added to sums of
-            other processes.
+    It yields slices of the columns, each with its product; further arguments are those of the
+    product. By default as many columns are taken at once as have ``bytes_of_pass``, if each needs
+    what ``tensors``, which the product keeps, and their graphs do. The number is halved while the
+    memory is too small. Where an operation does not support ``vmap``, columns are taken one by one.
     """
 
     def chunks(V: Columns, *args: Any) -> Iterator[tuple[slice, Columns]]:

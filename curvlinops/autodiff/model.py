@@ -46,12 +46,6 @@ _OF_THE_LOSS = (
 class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
 
-    Args:
-        source: The user's module or function.
-        params: The parameters by name, in the user's order.
-        given: The user's dictionary, whose entries may be other tensors later; ``None`` for a list.
-        ties: For further names of a tied parameter in this dictionary, the name in ``params``.
-
     Attributes:
         source: The user's module or function.
         params: The user's parameters by name, in the user's order.
@@ -101,12 +95,9 @@ class Model(ABC):
         return nullcontext()
 
     def leaves(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, to differentiate with respect to.
+        """Return tensors with the parameters' values, or others, to differentiate with respect to.
 
         Those of sharded parameters have no values, see ``stand_in``.
-
-        Args:
-            values: Other values of the parameters.
         """
         sharded = self.shards.params
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
@@ -121,12 +112,7 @@ class Model(ABC):
         return leaves
 
     def refresh(self) -> None:
-        """Use the modules, and the tensors of the user's dictionary, as they are now.
-
-        Raises:
-            TypeError: If an entry of the dictionary is no tensor.
-            ValueError: If a parameter has another shape, dtype or device than before.
-        """
+        """Use the modules, and the tensors of the user's dictionary, as they are now."""
         params = self._read()
         for name, before in self._kinds.items():
             if (now := Kind.of(params[name])) != before:
@@ -367,12 +353,7 @@ def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Refuse a model with a module that cannot be differentiated, by the module's name.
-
-    Raises:
-        TypeError: If the model contains TorchScript, or is spread over processes.
-        ValueError: If the gradient of a module is not one, or its forward changes parameters.
-    """
+    """Refuse a model with a module that cannot be differentiated, by the module's name."""
     library = sys.modules.get("torch.distributed.fsdp")  # imported by whoever spreads a module
     spread = () if library is None else library.FullyShardedDataParallel
     for name, child in module.named_modules():

@@ -210,11 +210,7 @@ def without_history(param: Tensor) -> Tensor:
 
 
 def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
-    """Return the names in each diagonal block, given how many there are.
-
-    Raises:
-        ValueError: If the sizes do not add up.
-    """
+    """Return the names in each diagonal block, given how many there are."""
     if sizes is None:
         return [names]
     counts = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]

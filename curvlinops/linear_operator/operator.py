@@ -242,14 +242,10 @@ class TorchLinearOperator(LinearOperator):
     # --- what a subclass implements
 
     def _apply(self, columns: Tensor) -> Tensor:
-        """Multiply vectors of the domain by the operator.
+        """Multiply K vectors, ``[K, domain.dim]``; return ``[K, codomain.dim]``.
 
-        Args:
-            columns: K vectors, ``[K, domain.dim]``; ``domain.views`` has their tensors by name. If
-                processes have parts of vectors, these are this one's parts.
-
-        Returns:
-            The products, ``[K, codomain.dim]``.
+        ``domain.views(columns)`` has their tensors by name. If processes have parts of vectors,
+        these are this one's parts.
         """
         raise NotImplementedError
 

@@ -18,17 +18,11 @@ _NEED_NONE = "Products, inverses, powers, traces and log-determinants of KFAC's 
 
 
 class ShardedSpace(ParameterSpace):
-    """The vector space of parameters of which some are sharded over processes.
+    """The vector space of parameters of which some are sharded over the same processes.
 
     Each process has its parts of the vectors: those of the sharded parameters, and all of the
     others. Vectors are lists or dictionaries of tensors, which are DTensors with the placements of
     the parameters for the sharded ones. Inner products add up over processes.
-
-    Args:
-        shapes: Name and shape of each parameter.
-        layouts: How some of them are sharded, all over the same processes.
-        dtype: The type of the vectors.
-        device: The device of the vectors.
     """
 
     in_parts = True
@@ -54,12 +48,7 @@ class ShardedSpace(ParameterSpace):
     # --- vectors
 
     def parts(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's parts of vectors, given tensors as users pass them.
-
-        Raises:
-            TypeError: If one is no DTensor where its parameter is, or the other way round.
-            ValueError: If it has other placements than its parameter.
-        """
+        """Return this process's parts of vectors, given tensors as users pass them."""
         parts = {}
         for name, value in vectors.items():
             layout, is_spread = self.layouts.get(name), isinstance(value, distributed_tensors())
@@ -88,19 +77,11 @@ class ShardedSpace(ParameterSpace):
         return parts
 
     def wholes(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return vectors as users get them, given this process's parts of them.
-
-        Args:
-            parts: Tensors ``[*part]`` or ``[*part, K]``.
-        """
+        """Return vectors as users get them, given this process's parts, ``[*part(, K)]``."""
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
     def check_whole(self, what: str, remedy: str = _NEED_NONE) -> None:
-        """Refuse a quantity that needs whole vectors.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse a quantity that needs whole vectors."""
         raise TypeError(f"Parameters are sharded, so that no process has {what}. {remedy}")
 
     def vectors(self, X: Tensor) -> dict[str, Tensor]:
@@ -113,14 +94,7 @@ class ShardedSpace(ParameterSpace):
         return ParameterSpace(self.shapes, self.dtype, self.device)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the tensors of whole vectors for a parameter, ``[K, *shape]``.
-
-        All processes do so together.
-
-        Args:
-            name: The name of the parameter.
-            part: This process's parts of them.
-        """
+        """Return whole tensors ``[K, *shape]`` for a parameter; all processes do so together."""
         if name not in self.layouts:
             return part
         return self.team.joined(part.movedim(0, -1), self.shapes[name][0]).movedim(-1, 0)

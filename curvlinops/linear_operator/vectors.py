@@ -48,11 +48,7 @@ def is_followed(columns: Tensor) -> bool:
 
 
 def is_scalar(x: Any) -> bool:
-    """Return whether ``x`` is a real number, of Python, numpy or PyTorch.
-
-    Raises:
-        TypeError: If it is complex.
-    """
+    """Return whether ``x`` is a real number, of Python, numpy or PyTorch; refuse complex ones."""
     scalar = isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
     if scalar and (x.is_complex() if isinstance(x, Tensor) else np.iscomplexobj(x)):
         raise TypeError("The operator is real and cannot be combined with a complex number.")
@@ -153,12 +149,7 @@ def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
 
 
 def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
-    """Return the tensors of a list or dictionary by name, in the order of a space.
-
-    Raises:
-        ValueError: If there is not one for each of the space's names.
-        TypeError: If one of them is no tensor.
-    """
+    """Return the tensors of a list or dictionary by name, in the order of a space."""
     if isinstance(x, MAPPINGS):
         values = dict(x)
         if space.is_flat:
@@ -192,11 +183,7 @@ def _check_real(is_complex: bool) -> None:
 
 
 def check_finite(columns: Tensor, space: ParameterSpace) -> None:
-    """Refuse vectors that are not finite.
-
-    Raises:
-        ValueError: If a value is NaN or infinite.
-    """
+    """Refuse vectors with NaN or infinite values."""
     name = space.not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""

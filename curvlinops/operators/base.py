@@ -143,11 +143,9 @@ class DataLinearOperator(TorchLinearOperator):
         """Check the options of the subclass, before the model is evaluated."""
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
+        """Do all on a batch that does not depend on vectors; return a function of ``V, out``.
 
-        Args:
-            problem: Model and loss on the batch.
-            single: Whether there is one product with one column, so that it may free its graph.
+        If there is a single product with one column, the function may free its graph.
         """
         raise NotImplementedError
 
@@ -214,12 +212,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @contextmanager
     def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
-        """Yield the result of each batch; inside of ``linearized()`` the kept one.
-
-        Args:
-            build: Builds it.
-            task: The purpose, which identifies what is kept.
-        """
+        """Yield what is built of each batch for a task; inside of ``linearized()`` what is kept."""
         shared = self._shared
         if shared is None:
             self._fresh.note(type(self).__name__, self.risk.model.params.values())

@@ -346,11 +346,6 @@ class RemoteLinearOperator(StructuredLinearOperator):
     """A block that another process has. Its numbers are zero here, and are added up there.
 
     Functions of it, such as its inverse, are the same.
-
-    Args:
-        dim: The number of rows.
-        dtype: The dtype of the block.
-        device: The device of this process.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device):

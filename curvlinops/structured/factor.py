@@ -63,16 +63,9 @@ class Factor:
         return self.tensor, *properties
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
-        """Multiply along an axis.
+        """Multiply ``[groups, left, m, right]`` to ``[groups, left, n, right]``, in any shapes.
 
-        Args:
-            X: Numbers ``[groups, left, m, right]``, in any shape.
-            groups: G, or one if all factors have one group.
-            left: The extent of the axes before this.
-            right: The extent of the axes after this.
-
-        Returns:
-            Numbers ``[groups, left, n, right]``, in some shape.
+        There are G groups, or one if all factors have one group.
         """
         if self.is_identity:
             return X
@@ -220,11 +213,7 @@ class Factor:
         return Factor(matrix, symmetric=True, psd=psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
-        """Return a power.
-
-        Raises:
-            ValueError: If there is no such power. It calls the factor by its name.
-        """
+        """Return a power; errors call the factor by its name."""
         if self.is_identity or self.tensor.numel() == 0:
             return self
         if exponent == 0:
@@ -317,15 +306,9 @@ def name_of_factor(index: int) -> str:
 
 
 def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
-    """Multiply vectors by the block-diagonal of G Kronecker products.
+    """Multiply ``[K, G * m_1 * m_2 ...]`` by the block-diagonal of G Kronecker products.
 
-    Args:
-        factors: The factors.
-        groups: G; factors may have one group for all.
-        X: Vectors ``[K, G * m_1 * m_2 ...]``.
-
-    Returns:
-        Vectors ``[K, G * n_1 * n_2 ...]``.
+    Factors may have one group for all.
     """
     K = X.shape[0]
     rows, columns = [f.rows for f in factors], [f.columns for f in factors]
@@ -343,9 +326,7 @@ def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
 def slogdet(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
     """Return sign and logarithm of the determinant of the block-diagonal of G Kronecker products.
 
-    Args:
-        factors: The factors, all square.
-        groups: G; factors may have one group for all.
+    The factors are square, and may have one group for all.
     """
     total = prod(factor.rows for factor in factors)
     signs, logarithms = [], []

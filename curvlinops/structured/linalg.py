@@ -97,16 +97,9 @@ def power(
     subject: str = "The operator",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Raise eigenvalues, with zeros for rounding errors, to a power.
+    """Raise eigenvalues, with zeros for rounding errors, to a power; refuse what is not defined.
 
-    Args:
-        values: Eigenvalues.
-        exponent: The power.
-        subject: The matrix with these eigenvalues, for messages.
-        dtype: The precision of the subject, if the eigenvalues have more.
-
-    Raises:
-        ValueError: If there is no such power.
+    Messages name the subject, and its dtype if the eigenvalues have more precision.
     """
     if values.numel() == 0:
         return values.clone()
@@ -139,22 +132,11 @@ def signed_logarithm(values: Tensor) -> tuple[Tensor, Tensor]:
 def eigenpairs(
     matrices: Tensor, name: str, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the eigendecompositions of symmetric matrices, ``[G, n, n]``.
+    """Return eigenvalues in ascending order ``[G, n]``, and eigenvectors ``[G, n, n]`` as columns.
 
-    Decompositions that do not converge are repeated in float64.
-
-    Args:
-        matrices: The matrices.
-        name: Their name in messages.
-        dtype: The precision of the computation. Default: that of the matrices.
-
-    Returns:
-        The eigenvalues in ascending order, ``[G, n]``, in the precision of the computation, and
-        the eigenvectors ``[G, n, n]`` as columns, in the dtype of the matrices.
-
-    Raises:
-        ValueError: If a matrix has NaN or infinite values.
-        RuntimeError: If a matrix cannot be decomposed in float64.
+    Eigenvalues are in the dtype of the computation, by default that of the matrices, as
+    eigenvectors are. Decompositions that do not converge are repeated in float64. Messages name
+    the matrices.
     """
     check_finite(matrices, name)
     matrices, dtype = matrices.detach(), dtype or matrices.dtype
@@ -266,26 +248,15 @@ def is_symmetric(matrix: Tensor) -> bool:
 
 
 def check_finite(tensor: Tensor, name: str) -> None:
-    """Refuse NaN and infinite values.
-
-    Raises:
-        ValueError: If there are any.
-    """
+    """Refuse NaN and infinite values."""
     if not_finite({name: tensor}) is not None:
         raise ValueError(f"{name} contains NaN or infinite values.")
 
 
 def real(tensor: Tensor, name: str, ndim: tuple[int, ...] | None = None) -> Tensor:
-    """Return a tensor of numbers without its graph, in float32 or float64.
+    """Return a finite tensor of real numbers without its graph, in float32 or float64.
 
-    Args:
-        tensor: The tensor.
-        name: What it is, for messages.
-        ndim: How many axes it may have. Default: any number.
-
-    Raises:
-        TypeError: If it is no tensor of real floating-point numbers.
-        ValueError: If it has another number of axes, NaN or infinite values, or requires gradients.
+    Messages name it. It may have some numbers of axes, by default any.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor, got a {type(tensor).__name__}.")

@@ -49,12 +49,7 @@ def shape_of_input(node: Any, position: int) -> tuple[int, ...]:
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
-    """Return the real dtypes in which gradients pass a graph.
-
-    Args:
-        nodes: All nodes of the graph.
-        output: The output of the graph.
-    """
+    """Return the real dtypes in which gradients pass a graph with these nodes and this output."""
     edges = (edge for node in nodes for edge in node.next_functions)
     dtypes = {input_metadata(node, index).dtype for node, index in edges if node is not None}
     return frozenset(dtype.to_real() for dtype in dtypes | {output.dtype})
@@ -110,12 +105,9 @@ def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
 def footprint(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
     """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
 
-    Leaves of graphs, which are parameters, do not count. Not seen are the inputs of checkpoints,
-    and what the user's own functions keep inside of objects.
-
-    Args:
-        tensors: The tensors.
-        others: Tensors that are in memory anyway.
+    Leaves of graphs, which are parameters, and ``others``, which are in memory anyway, do not
+    count. Not seen are the inputs of checkpoints, and what the user's own functions keep inside of
+    objects.
     """
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls

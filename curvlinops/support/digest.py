@@ -33,12 +33,9 @@ _BLOCK = 2**10
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """Return the norm of all entries, and their inner products with two random vectors.
+    """Return the norm of all entries, and their inner products with two random vectors, ``[3]``.
 
     The vectors are the same in all processes and on all devices. Entries are added up in float64.
-
-    Returns:
-        Three numbers, ``[3]``.
     """
     x = tensor.detach()
     if x.is_complex():

@@ -60,12 +60,7 @@ _WHOLE = (
 
 
 def groups_of(sharded: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the processes that have the shards of all parameters, and those with copies of ours.
-
-    Raises:
-        TypeError: If a parameter is sharded in another way than along its first axis, or over other
-            processes than the first one.
-    """
+    """Return the processes with the shards of all parameters, and those with the same shards."""
     groups = {name: _groups_of(name, parameter) for name, parameter in sharded.items()}
     first, (group, replicas) = next(iter(groups.items()))
     ranks = distributed.get_process_group_ranks(group)
@@ -121,11 +116,7 @@ def check_modules(module: nn.Module) -> None:
 
 
 def _check_policy(where: str, module: nn.Module) -> None:
-    """Refuse a policy of a module with a dtype that whole parameters must not have.
-
-    Raises:
-        TypeError: If there is one.
-    """
+    """Refuse a policy of a module with a dtype that whole parameters must not have."""
     dtype = getattr(fsdp_policy(module), "param_dtype", None)
     if dtype not in (None, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(

@@ -13,22 +13,15 @@ _MESSAGE = 512
 
 
 class Failure(NamedTuple):
-    """What a process with an error sends instead of the next object.
-
-    Attributes:
-        message: Kind and text of the error.
-    """
+    """What a process with an error sends instead of the next object: kind and text of the error."""
 
     message: str
 
 
 def gather_objects(value: Any, group: Any) -> list[Any]:
-    """Return the objects of all processes of a group, in the order of ranks.
+    """Return the objects of all processes of a group, in the order of ranks; raise a ``Failure``.
 
     This takes one collective if all objects are short.
-
-    Raises:
-        RuntimeError: If another process sent a ``Failure``.
     """
     values = _exchanged(value, group)
     if not isinstance(value, Failure):
@@ -62,9 +55,6 @@ def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
     """Send an error to the other processes, which raise it where they gather objects next.
 
     An error is sent once, so that these contexts may be nested. Ctrl-C and SystemExit are errors.
-
-    Args:
-        send: Takes part in the others' ``gather_objects``.
     """
     try:
         yield
@@ -112,23 +102,14 @@ def _collective(name: str, former_name: str) -> Callable:
 
 
 def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
-    """Return memory for the parts of all processes, see ``gather_parts``.
-
-    Args:
-        part: This process's part.
-        length: The number of rows that the processes have together.
-        group: The processes.
-    """
+    """Return memory for the parts of all processes, ``length`` rows, see ``gather_parts``."""
     return part.new_empty(-(-length // group.size()) * group.size(), *part.shape[1:])
 
 
 def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
     """Write the parts of all processes, one after the other; return where.
 
-    Args:
-        out: Where to write them. It has equally many rows for each process.
-        part: This process's part, which is padded with zeros if it has fewer rows.
-        group: The processes.
+    ``out`` has equally many rows for each process; a part with fewer is padded with zeros.
     """
     begin_gather(out, part, group).wait()
     return out

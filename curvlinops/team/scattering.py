@@ -16,15 +16,10 @@ from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
 
 class ShardedParameter(NamedTuple):
-    """What a parameter of full shape was gathered from.
+    """What a parameter of full shape was gathered from: a leaf, a ``stand_in`` of that shape.
 
-    Attributes:
-        leaf: What stands for the parameter in the graph: a ``stand_in`` of full shape.
-        shards: The sharded parameters.
-        name: The parameter's name.
-        number: Its number among those of the module.
-        is_summed: Whether its gradients are added to sums of all processes, see
-            ``Shards.product``. Otherwise they are those of this process, of full shape.
+    ``number`` counts the parameters of the module. If ``is_summed``, gradients are added to sums of
+    all processes, see ``Shards.product``; else they are those of this process, of full shape.
     """
 
     leaf: Tensor

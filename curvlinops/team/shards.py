@@ -57,14 +57,10 @@ class Kind(IntEnum):
 
 
 class Request(NamedTuple):
-    """What a process requests of all.
+    """What a process requests of all: of vectors and sums, columns from ``first`` to ``stop``.
 
-    Attributes:
-        kind: What it is.
-        number: The number of the parameter: for ``Kind.PARAMETER`` among those of the module, else
-            among those that are differentiated.
-        first: The first column of vectors or sums.
-        stop: The column behind the last one.
+    ``number`` is that of a parameter among those of the module for ``PARAMETER``, else among those
+    that are differentiated.
     """
 
     kind: int
@@ -193,12 +189,7 @@ class Shards:
         return _MEMBERS[self.replicas]
 
     def check_processes(self, group: Any) -> None:
-        """Refuse a group of processes that lacks some with shards, or has some of other models.
-
-        Raises:
-            ValueError: If there are several processes, and ``group`` does not have all; or if
-                parameters that are differentiated have no shards or replicas on some of its.
-        """
+        """Refuse a group that lacks processes with shards or copies, or has some of others."""
         ranks = [] if group is None else distributed.get_process_group_ranks(group)
         if self.size > 1 and not set(self._ranks) <= set(ranks):
             raise ValueError(
@@ -215,11 +206,7 @@ class Shards:
             )
 
     def check_training(self) -> None:
-        """Refuse modules that communicate in train mode.
-
-        Raises:
-            ValueError: If there is SyncBatchNorm in train mode.
-        """
+        """Refuse SyncBatchNorm in train mode, in which processes communicate."""
         for name, child in self._module.named_modules() if self else ():
             if isinstance(child, nn.SyncBatchNorm) and child.training:
                 raise ValueError(
@@ -269,9 +256,7 @@ class Shards:
     def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
         """Yield batches, or what was kept of them, and note where the requests of one begin.
 
-        Args:
-            items: The batches.
-            task: What is done with them: requests are expected to be those of the same task.
+        Requests are expected to be those of earlier batches of the same task.
         """
 
         def begun(item: T) -> T:
@@ -285,10 +270,7 @@ class Shards:
     def _round(self, own: Request, expected: tuple[Request, ...] = ()) -> list[Request]:
         """Say what this process requests; return what all request, each request once.
 
-        Args:
-            own: The request.
-            expected: The requests that will follow, if they are known. If all processes request and
-                expect the same, these are agreed.
+        If all processes request and expect the same, what follows is agreed.
         """
         if self.size == 1:
             return [own]
@@ -307,12 +289,7 @@ class Shards:
         return sorted({Request(*x[:-1]) for x in every})
 
     def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
-        """Return what this process requests, see ``_serve``.
-
-        Args:
-            own: The request.
-            tensor: What this process adds to a sum, ``[*shape, k]``.
-        """
+        """Return what this process requests, see ``_serve``; add ``[*shape, k]`` to a sum."""
         # before the round: without memory, this process still serves others
         memory = self._memory(own)
         if tensor is not None:
@@ -361,13 +338,7 @@ class Shards:
         return empty_whole(columns, len(parameter), self.group)
 
     def _serve(self, request: Request, memory: Tensor | None = None) -> Tensor | None:
-        """Take part in the collective of a request.
-
-        Args:
-            request: The request.
-            memory: Memory for what is gathered, or what this process adds to the sum. Default: any
-                memory, or zeros.
-        """
+        """Take part in the collective of a request, in memory for the result or with a summand."""
         kind, number, first, stop = request
         if kind == Kind.NOTHING:
             return None
@@ -458,13 +429,9 @@ class Shards:
 
     @contextmanager
     def product(self, vectors: Columns, sums: Columns) -> Iterator[None]:
-        """Let all processes gather vectors, and add gradients to sums.
+        """Let all processes gather vectors, and add gradients to sums, ``[K, *part]`` each.
 
         All must be done inside of the context, see ``settle``.
-
-        Args:
-            vectors: The parts of the vectors that are multiplied, ``[K, *part]``.
-            sums: The parts of the sums, ``[K, *part]``, to which is added in place.
         """
         self._vectors, self._sums, self._columns = vectors, sums, slice(0, 1)
         self.is_sharing = True
@@ -519,15 +486,7 @@ class Shards:
     def table(
         self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
     ) -> "GatheringTable | None":
-        """Return a module's table of parameters, which gathers a sharded one when it is read.
-
-        Args:
-            contents: The parameters by name.
-            leaves: See ``read``.
-
-        Returns:
-            The table; ``None`` if none of them is sharded.
-        """
+        """Return a module's table of parameters that gathers sharded ones, if there are any."""
         is_any = self._numbers and any(map(self.is_sharded, contents.values()))
         return GatheringTable(contents, self, leaves) if is_any else None
 
@@ -538,9 +497,7 @@ class Shards:
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
 
-        Args:
-            tensor: The parameter, or another tensor.
-            leaves: What stands for some sharded parameters in graphs, by name.
+        In graphs, ``leaves`` stand for some sharded parameters, by name.
         """
         number = self._numbers.get(id(tensor))
         if number is None:
@@ -633,13 +590,7 @@ class SavedParameter(NamedTuple):
 
 
 class GatheringTable(dict):
-    """A module's table of parameters, which gathers a sharded parameter when it is read.
-
-    Args:
-        contents: The parameters by name.
-        shards: The sharded ones.
-        leaves: See ``Shards.read``.
-    """
+    """A module's table of parameters, which gathers a sharded one when it is read."""
 
     def __init__(
         self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[str, Tensor]

@@ -47,12 +47,7 @@ TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
 
 class Overrides(TorchFunctionMode):
-    """Replaces calls while it is active, and refuses those that write to parameters.
-
-    Args:
-        table: The replacements.
-        protected: The parameters.
-    """
+    """Replaces calls by a table while it is active, and refuses those that write to parameters."""
 
     def __init__(self, table: dict[Callable, Callable], protected: Protected):
         super().__init__()
@@ -74,11 +69,8 @@ def active(
 ) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
-    Args:
-        differentiation: See ``Differentiation``. Unless it is ``"once"``, attention that is not
-            replaced runs in the math kernel, since the fused ones lack derivatives.
-        protected: The parameters to which no call may write.
-        products: Further calls that are replaced if it is ``"twice"``.
+    Unless it is ``"once"``, attention that is not replaced runs in the math kernel, since the fused
+    ones lack derivatives. If it is ``"twice"``, further calls, ``products``, are replaced.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
