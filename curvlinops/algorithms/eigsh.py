@@ -149,7 +149,7 @@ def eigsh(
     check_choice("which", which, ("LM", "LA", "SA", "BE"))
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
-    start = None if v0 is None else matrix.read_rows(v0)
+    start = None if v0 is None else matrix.read(v0).columns
     if start is not None and len(start) != 1:
         raise ValueError(f"v0 must be a single vector, got {len(start)}.")
     ncv = _basis_size(matrix, k, ncv)

@@ -108,16 +108,16 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             self._callback,
         )
 
-    def _precondition(self, rows: Tensor) -> Tensor:
-        """Multiply rows ``[K, D]`` by the preconditioner."""
+    def _precondition(self, columns: Tensor) -> Tensor:
+        """Multiply columns ``[K, D]`` by the preconditioner."""
         if self._preconditioner is None:
-            return rows
-        return self._preconditioner._multiply_rows(rows).to(rows)
+            return columns
+        return self._preconditioner._multiply_columns(columns).to(columns)
 
-    def _sum(self, rows: Tensor) -> Tensor:
-        """Return ``scale * sum_k (I - scale P A)^k rows``, for rows ``[K, D]``."""
+    def _sum(self, columns: Tensor) -> Tensor:
+        """Return ``scale * sum_k (I - scale P A)^k columns``, for columns ``[K, D]``."""
         with solver(self):
-            term = total = self.scale * rows
+            term = total = self.scale * columns
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):
                 try:

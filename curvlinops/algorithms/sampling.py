@@ -183,9 +183,9 @@ class Sampler:
         options = {"dtype": self.matrix.dtype, "device": self.matrix.device}
         total = torch.zeros((), **options)
         for start in range(0, self.dim, self.chunk_size):
-            rows = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
-            rows.diagonal(start).fill_(1.0)
-            total = total + terms(rows.T, self.matrix @ rows.T).sum(-1)
+            units = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
+            units.diagonal(start).fill_(1.0)
+            total = total + terms(units.T, self.matrix @ units.T).sum(-1)
         self.stops(1, total)  # sums over some of the unit vectors are no estimates
         return self._result(total, torch.zeros_like(total))
 

@@ -93,7 +93,7 @@ def loss_along(
         "gradient_and_loss() of an operator.",
     )
     grid = _read_steps(steps)
-    rows = A._to_columns(directions)[0].detach()
+    rows = A._read(directions).columns.detach()
     if len(rows) not in (1, 2):
         raise ValueError(f"directions must be one or two vectors, got {len(rows)}.")
     shape = (len(grid),) * len(rows)
@@ -154,7 +154,7 @@ def _moved(model: Model, directions: Columns, coefficients: list[float]) -> dict
 def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
     """Return the quadratic approximation at combinations ``[P, K]`` of directions ``[K, D]``."""
     gradient, loss = A.gradient_and_loss()
-    g = A._to_columns(gradient)[0][0]
+    g = A._read(gradient).columns[0]
     slopes = (rows @ g).double().cpu()
     curvatures = (rows @ (A @ rows.T)).double().cpu()
     return float(loss) + points @ slopes + ((points @ curvatures) * points).sum(1) / 2

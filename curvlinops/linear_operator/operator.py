@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import (
     Array,
-    Write,
+    Given,
     check_finite,
     is_followed,
     is_native,
@@ -291,19 +291,19 @@ class TorchLinearOperator(LinearOperator):
     @in_default_modes
     def _product(self, x: Any) -> Any:
         """Multiply vectors of any kind."""
-        columns, write = self._to_columns(x)
-        return write(self._multiply(columns), self.codomain)
+        given = self._read(x)
+        return given.write(self._multiply(given.columns), self.codomain)
 
-    def _to_columns(self, x: Any) -> tuple[Tensor, Write]:
+    def _read(self, x: Any) -> Given:
         """Read vectors; an error in one process is raised in all that multiply together."""
         with self._reading_together():
             return read(x, self.domain)
 
     @in_default_modes
-    def _multiply_rows(self, rows: Tensor) -> Tensor:
+    def _multiply_columns(self, columns: Tensor) -> Tensor:
         """Multiply columns ``[K, dim]``, of which this process may have parts."""
         with self._reading_together():
-            columns = rows.to(self.device, self.torch_dtype)
+            columns = columns.to(self.device, self.torch_dtype)
             check_finite(columns, self.domain)
         return self._multiply(columns)
 

@@ -108,48 +108,48 @@ class ShardedSpace(ParameterSpace):
         return whole[:, self.layouts[name].part] if name in self.layouts else whole
 
     def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
-        """Return random vectors as rows, the same for any number of processes."""
-        rows = self.empty(num)
+        """Return random columns, the same for any number of processes."""
+        columns = self.empty(num)
         for k in range(num):
-            for name, column in self.views(rows[k : k + 1]).items():
-                whole = rows.new_empty(prod(self.shapes[name]))
+            for name, column in self.views(columns[k : k + 1]).items():
+                whole = columns.new_empty(prod(self.shapes[name]))
                 fill(whole)
                 layout, whole = self.layouts.get(name), whole.view(self.shapes[name])
                 column[0] = whole if layout is None else whole[layout.part]
-        return rows
+        return columns
 
-    # --- what depends on all entries of vectors, which are rows [K, dim]
+    # --- what depends on all entries of vectors, which are columns [K, dim]
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
         return self.team.add(double_dots(self._counted(first), second))
 
-    def norms(self, rows: Tensor) -> Tensor:
+    def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
-        return self.team.add(double_norm(self._counted(rows), 1).square()).sqrt()
+        return self.team.add(double_norm(self._counted(columns), 1).square()).sqrt()
 
-    def sums(self, rows: Tensor) -> Tensor:
+    def sums(self, columns: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return self.team.add(self._counted(rows).sum(1))
+        return self.team.add(self._counted(columns).sum(1))
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
         return self.team.add(self._counted(first) @ second.T)
 
-    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
+    def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
         """Return the inner products of K vectors with those of K bases, ``[K, m]``."""
-        return self.team.add(super().overlaps(bases, self._counted(rows)))
+        return self.team.add(super().overlaps(bases, self._counted(columns)))
 
-    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``.
+    def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``.
 
         Each process decomposes its part, and all of them the triangular factors of all parts
         (TSQR, Demmel et al., Communication-optimal parallel and sequential QR and LU
         factorizations, SIAM J. Sci. Comput. 2012).
         """
-        K, team = len(rows), self.team
-        Q, R = torch.linalg.qr(self._counted(rows).T)
-        own = rows.new_zeros(K, K)
+        K, team = len(columns), self.team
+        Q, R = torch.linalg.qr(self._counted(columns).T)
+        own = columns.new_zeros(K, K)
         own[: len(R)] = R
         Q_of_all, R = torch.linalg.qr(team.joined(own, team.size * K))
         start = team.rank * K
@@ -167,14 +167,14 @@ class ShardedSpace(ParameterSpace):
         """The entries of parameters that all processes have."""
         return [self.slice(name) for name in self.shapes if name not in self.layouts]
 
-    def _counted(self, rows: Tensor) -> Tensor:
+    def _counted(self, columns: Tensor) -> Tensor:
         """Return vectors in which one process alone has the entries that all have."""
         if not self._unsharded or self.team.rank == 0:
-            return rows
-        rows = rows.clone()
+            return columns
+        columns = columns.clone()
         for part in self._unsharded:
-            rows[..., part] = 0.0
-        return rows
+            columns[..., part] = 0.0
+        return columns
 
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""

@@ -235,10 +235,10 @@ class ParameterSpace:
 
     def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
         """Return random vectors ``[num, dim]``; ``fill`` writes numbers to a tensor of one axis."""
-        rows = self.empty(num)
-        for row in rows:  # the numbers that are drawn at once depend on their count
-            fill(row)
-        return rows
+        columns = self.empty(num)
+        for column in columns:  # the numbers that are drawn at once depend on their count
+            fill(column)
+        return columns
 
     # --- checks
 
@@ -268,31 +268,31 @@ class ParameterSpace:
                 f"{self.shapes} and {other.shapes}."
             )
 
-    # --- what depends on all entries of vectors, which are rows [K, dim]
+    # --- what depends on all entries of vectors, which are columns [K, dim]
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
         return double_dots(first, second)
 
-    def norms(self, rows: Tensor) -> Tensor:
+    def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
-        return double_norm(rows, 1)
+        return double_norm(columns, 1)
 
-    def sums(self, rows: Tensor) -> Tensor:
+    def sums(self, columns: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return rows.sum(1)
+        return columns.sum(1)
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
         return first @ second.T
 
-    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
+    def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
         """Return the inner products of K columns with K bases ``[K, m, dim]``, ``[K, m]``."""
-        return torch.bmm(bases, rows.unsqueeze(2)).squeeze(2)
+        return torch.bmm(bases, columns.unsqueeze(2)).squeeze(2)
 
-    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``."""
-        Q, R = torch.linalg.qr(rows.T)
+    def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``."""
+        Q, R = torch.linalg.qr(columns.T)
         return Q.T, R
 
     def largest(self, numbers: Tensor) -> float:
@@ -374,14 +374,14 @@ def _matches(names: Sequence[str], pattern: str) -> list[str]:
 # --- operations on columns
 
 
-def add(total: Columns, rows: slice | int, columns: Mapping[str, Tensor | None]) -> None:
-    """Add some columns to the columns ``rows`` of a total, in place; ``None`` is zero."""
+def add(total: Columns, some: slice | int, columns: Mapping[str, Tensor | None]) -> None:
+    """Add columns to ``some`` of the columns of a total, in place; ``None`` is zero."""
     names = [name for name, column in columns.items() if column is not None]
     if not names:
         return
     with without_torch_function():
         torch._foreach_add_(
-            [total[name][rows] for name in names], [columns[name].detach() for name in names]
+            [total[name][some] for name in names], [columns[name].detach() for name in names]
         )
 
 
