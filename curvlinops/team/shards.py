@@ -393,10 +393,6 @@ class Shards:
         dtypes = fsdp_dtypes(self._module)
         self._dtypes = [dtypes.get(id(x), x.dtype) for x in self._tensors]
 
-    def parts(self) -> list[Tensor]:
-        """Return the parts of all sharded parameters that this process has."""
-        return [self._tensors[number].to_local() for number in self._numbers.values()]
-
     def is_sharded(self, tensor: Tensor | None) -> bool:
         """Return whether a tensor is one of the sharded parameters."""
         return id(tensor) in self._numbers
