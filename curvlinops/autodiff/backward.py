@@ -253,20 +253,20 @@ def in_chunks(
 
     def chunks(V: Columns, *args: Any) -> Iterator[tuple[slice, Columns]]:
         nonlocal size
-        some = next(iter(V.values()))
-        num_columns, start = some.shape[0], 0
+        first = next(iter(V.values()))
+        num_columns, start = len(first), 0
         if num_columns > 1 and size is None:
-            size = max(bytes_of_pass(some.device) // max(footprint(tensors), 1), 1)
+            size = max(bytes_of_pass(first.device) // max(footprint(tensors), 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start
             # in equal parts
-            rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
-            shards.at_columns(rows)
+            some = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
+            shards.at_columns(some)
             try:
-                part = product(_take(V, rows, shards), *args)
+                part = product(_take(V, some, shards), *args)
             except Exception as error:  # a user's own backward may raise anything
-                if rows.stop == start + 1:
+                if some.stop == start + 1:
                     raise
                 if shards.has_added:
                     raise RuntimeError(
@@ -276,7 +276,7 @@ def in_chunks(
                 if is_refusal(error):
                     failure = first_line(error)
                 elif lacks_memory(error):
-                    size = (rows.stop - start) // 2
+                    size = (some.stop - start) // 2
                     _LOGGER.warning("No memory for so many columns at once, now %d.", size)
                 else:
                     raise
@@ -284,17 +284,17 @@ def in_chunks(
             if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)
                 size, failure = 1, None
-            yield rows, shards.unsummed(part)
-            start = rows.stop
+            yield some, shards.unsummed(part)
+            start = some.stop
 
     return chunks
 
 
-def _take(V: Columns, rows: slice, shards: Shards) -> Columns:
+def _take(V: Columns, some: slice, shards: Shards) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
-        some = {name: column[rows] for name, column in V.items()}
+        chosen = {name: column[some] for name, column in V.items()}
         # contiguous: the columns of a matrix are far apart in its memory
         return {
             name: shards.cotangent(name, len(x)) if name in shards.params else x.contiguous()
-            for name, x in some.items()
+            for name, x in chosen.items()
         }

@@ -168,28 +168,25 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _apply(self, columns: Tensor) -> Tensor:
         num_columns, domain, codomain = len(columns), self.domain, self.codomain
-        both = (
-            ([n for n in b if n in domain.shapes], [n for n in b if n in codomain.shapes])
-            for b in self._blocks
-        )
-        both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         with self.risk.ranks.sending():
             out = codomain.zeros(num_columns)
         V, sums, names = domain.views(columns), codomain.views(out), list(codomain.shapes)
+        blocks = (
+            ({n: V[n] for n in block if n in V}, {n: sums[n] for n in block if n in sums})
+            for block in self._blocks
+        )
+        blocks = [(inputs, outputs) for inputs, outputs in blocks if inputs and outputs]
         with (
             self.risk.adding.summing(V, out, codomain),
             self._together("matmat", columns, wanted=names) as totals,
         ):
-            if num_columns == 0 or not both:
+            if num_columns == 0 or not blocks:
                 return out
-            build = partial(self._prepare, num_products=num_columns * len(both))
+            build = partial(self._prepare, num_products=num_columns * len(blocks))
             with self._built(build) as built:
                 for linear in built:
-                    for inputs, outputs in both:
-                        share = linear.apply(
-                            {n: V[n] for n in inputs}, {n: sums[n] for n in outputs}
-                        )
-                    totals["weight"] += share
+                    weights = [linear.apply(inputs, outputs) for inputs, outputs in blocks]
+                    totals["weight"] += weights[-1]
         out *= self.risk.scale(totals["weight"])
         self._check_finite(codomain.not_finite(out))
         return out

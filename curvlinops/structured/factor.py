@@ -305,7 +305,7 @@ def name_of_factor(index: int) -> str:
     return f"Factor {index} of the Kronecker product"
 
 
-def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
+def multiply_by_product(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
     """Multiply ``[K, G * m_1 * m_2 ...]`` by the block-diagonal of G Kronecker products.
 
     Factors may have one group for all.
@@ -323,7 +323,7 @@ def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
     return X.reshape(K, groups * prod(rows))
 
 
-def slogdet(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
+def slogdet_of_product(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
     """Return sign and logarithm of the determinant of the block-diagonal of G Kronecker products.
 
     The factors are square, and may have one group for all.

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.factor import Factor, multiply, name_of_factor, slogdet
+from curvlinops.structured.factor import (
+    Factor,
+    multiply_by_product,
+    name_of_factor,
+    slogdet_of_product,
+)
 from curvlinops.structured.linalg import (
     eigenpairs,
     power,
@@ -223,7 +228,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return [self._of(some) for some in factors]
 
     def _apply(self, columns: Tensor) -> Tensor:
-        return multiply(self._factors, self._groups, columns)
+        return multiply_by_product(self._factors, self._groups, columns)
 
     # --- quantities: those of the factors, by group
 
@@ -246,7 +251,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
-        return slogdet(self._factors, self._groups)
+        return slogdet_of_product(self._factors, self._groups)
 
     def _by_group(self, values: list[Tensor]) -> Tensor:
         """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""

@@ -355,8 +355,8 @@ class Shards:
         shape = stop - first, *local.shape
         if kind == Kind.VECTORS:
             vectors = self._vectors.get(name)
-            rows = self._zeros(shape) if vectors is None else vectors[first:stop]
-            return gather_parts(memory, rows.movedim(0, -1), self.group)
+            columns = self._zeros(shape) if vectors is None else vectors[first:stop]
+            return gather_parts(memory, columns.movedim(0, -1), self.group)
         if not is_mine:
             memory.zero_()
         part = memory.new_empty(len(memory) // self.size, *memory.shape[1:])

@@ -127,7 +127,7 @@ class Team:
         """
         return nullcontext()
 
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> AbstractContextManager:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> AbstractContextManager:
         """Return a context for a pass over data, after which the sums of all are added up.
 
         This process's sums, or its parts of them, ``[K, dim]`` in a space, are overwritten.
@@ -239,10 +239,10 @@ class Ranks(Team):
             )
 
     @contextmanager
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
         """Add up sums after a task that has raised the errors of all."""
         yield
-        self.add(rows)
+        self.add(sums)
 
     def check_same(self, columns: Tensor) -> None:
         """Compare vectors."""
@@ -392,13 +392,13 @@ class ShardedRanks(Ranks):
             yield
 
     @contextmanager
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
         """Share vectors and sums, then add up copies, and sums for whole parameters."""
-        with self.sharing(vectors, space.views(rows)):
+        with self.sharing(vectors, space.views(sums)):
             yield
         replicas = team_of(self.shards.replicas)
         for name in space.names:
-            part = rows[:, space.slice(name)]
+            part = sums[:, space.slice(name)]
             team = replicas if name in self.shards.params else self
             part.copy_(team.add(part.contiguous()))
 
