@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import isfinite
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -105,8 +104,6 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         self._x0 = None if x0 is None else self._matrix.read(x0).columns
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         self.damping = check_number("damping", damping)
-        if not isfinite(self.damping):
-            raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
         self._callback = check_callback(callback)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache, reduce
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 import numpy as np
@@ -524,8 +523,6 @@ class TorchLinearOperator(LinearOperator):
             ValueError: If A is not square, or ``delta`` no finite number.
         """
         delta = check_number("delta", delta)
-        if not isfinite(delta):
-            raise ValueError(f"delta must be a finite number, got {delta}.")
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
         return self._shifted(delta)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from math import isfinite
 from operator import matmul
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,6 @@ class StructuredLinearOperator(TorchLinearOperator):
         """
         self._need_symmetry("An inverse")
         damping = check_number("damping", damping)
-        if not isfinite(damping):
-            raise ValueError(f"The damping must be a finite number, got {damping}.")
         operator = self._shifted(damping) if damping else self
         return operator._inverse(retry_double_precision)
 
@@ -160,8 +157,6 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If there is no such power.
         """
         exponent = check_number("exponent", exponent)
-        if not isfinite(exponent):
-            raise ValueError(f"The exponent must be finite, got {exponent}.")
         if not self.self_adjoint and exponent.is_integer() and exponent >= 0:
             times = int(exponent)
             return reduce(matmul, [self] * times) if times else PowerLinearOperator(self, 0)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from math import inf, isnan
+from math import inf, isfinite
 from operator import index
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = 
 
 
 def check_number(name: str, value: Any, at_least: float = -inf) -> float:
-    """Return an argument as a real number of at least ``at_least``; also NumPy's and PyTorch's."""
+    """Return an argument as a finite real number, at least ``at_least``; also NumPy's."""
     without_graph(value, name)
     try:
         # float() reads strings and truth values, too
@@ -61,9 +61,9 @@ def check_number(name: str, value: Any, at_least: float = -inf) -> float:
         number = float("nan") if is_bool or isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
-    if isnan(number) or number < at_least:
-        allowed = "a number" if at_least == -inf else f"a number >= {at_least:g}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+    if not isfinite(number) or number < at_least:
+        bound = "" if at_least == -inf else f" >= {at_least:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}.")
     return number
 
 
