@@ -18,7 +18,6 @@ from curvlinops.autodiff.parameters import (
     check_params,
     check_ties,
     find_ties,
-    is_named,
     named_parameters,
     read_params,
     spread_error,
@@ -26,7 +25,7 @@ from curvlinops.autodiff.parameters import (
 )
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
-from curvlinops.support.arguments import nearest
+from curvlinops.support.arguments import MAPPINGS, nearest
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
@@ -178,7 +177,7 @@ class ModuleModel(Model):
                 f"model_func is a {type(module).__name__}, which has no parameters. The model is "
                 "the first argument, and the loss the second."
             )
-        if is_named(params):
+        if isinstance(params, MAPPINGS):
             named, given = dict(params), params
             for name in [name for name in named if name not in registered]:
                 kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
@@ -333,7 +332,7 @@ def wrap_model(model_func: Any, params: Any) -> Model:
         raise TypeError(
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
-    if not is_named(params):
+    if not isinstance(params, MAPPINGS):
         return ClosureModel(model_func, params)
     try:
         inspect.signature(model_func, follow_wrapped=False).bind(params, "X")

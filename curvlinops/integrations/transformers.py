@@ -16,7 +16,7 @@ from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.model import check_modules
 from curvlinops.autodiff.overrides import Overrides
 from curvlinops.autodiff.overrides.writes import Protected
-from curvlinops.autodiff.parameters import unwrapped
+from curvlinops.autodiff.parameters import named_parameters
 from curvlinops.losses import wrap_loss
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
@@ -114,7 +114,7 @@ def problem(model: nn.Module, loader: Iterable[Mapping], task: str | None = None
             f"loader is a one-shot iterator ({type(loader).__name__}), exhausted after one pass. "
             "Pass a DataLoader or a list of batches."
         )
-    model = unwrapped(model)
+    _, model = named_parameters(model)  # without wrappers
     check_modules(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
     task = _task_of(base, task)
