@@ -417,9 +417,7 @@ class TorchLinearOperator(LinearOperator):
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)
         """
-        with ExitStack() as stack:
-            for operand in self._operands():
-                stack.enter_context(operand.linearized())
+        with all_linearized(*self._operands()):
             yield
 
     @in_default_modes
