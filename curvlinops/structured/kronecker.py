@@ -270,8 +270,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         pairs = [f.eigh(accurate, name_of_factor(i)) for i, f in enumerate(self._factors)]
         values = self._outer([values for values, _ in pairs])
         size, entries = (max(getattr(f, name) for f in self._factors) for name in ("rows", "eps"))
-        computed = min(torch.finfo(values.dtype).eps, entries)
-        values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
+        values = shifted(values, shift, tolerance(size, entries))
         values = values.to(self.torch_dtype).flatten()
         if exponent != 1:
             values = power(values, exponent)
@@ -725,7 +724,7 @@ def simultaneous_diagonalization(
     eps = max(factor.eps for pair in pairs for factor in pair)
     values = left.unsqueeze(-1) * right.unsqueeze(-2)
     values = values.expand(first._groups, *values.shape[1:]).flatten(1)
-    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps), 0.0)
+    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps))
     values = values.to(first.torch_dtype).flatten()
     basis, dual = (KroneckerProductLinearOperator(*pair) for pair in ((S, T), (dual_S, dual_T)))
     return DiagonalizedSumLinearOperator(values, basis, dual)
