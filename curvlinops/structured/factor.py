@@ -235,8 +235,8 @@ class Factor:
         if results is not None:
             return Factor(results[0], symmetric=True, psd=self.psd)
         values, vectors = self.eigh(accurate, name)
-        values = shifted(values, shift, tolerance(self.rows, self.eps))
-        values = power(values, -1.0, name, self.tensor.dtype)
+        limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
+        values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
         return self._from_eigenpairs(values, vectors.tensor)
 
     def undecided(self, shift: float | Tensor, scale: float | Tensor = 1.0) -> Tensor:

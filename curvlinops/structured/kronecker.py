@@ -270,7 +270,8 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         pairs = [f.eigh(accurate, name_of_factor(i)) for i, f in enumerate(self._factors)]
         values = self._outer([values for values, _ in pairs])
         size, entries = (max(getattr(f, name) for f in self._factors) for name in ("rows", "eps"))
-        values = shifted(values, shift, tolerance(size, entries))
+        computed = min(torch.finfo(values.dtype).eps, entries)
+        values = shifted(values, shift, tolerance(size, entries), tolerance(size, computed))
         values = values.to(self.torch_dtype).flatten()
         if exponent != 1:
             values = power(values, exponent)

@@ -76,23 +76,26 @@ def without_rounding(values: Tensor, errors: Tensor, psd: bool) -> Tensor:
     return values.masked_fill(sizes <= errors, 0)
 
 
-def shifted(values: Tensor, shift: float | Tensor, entries: float) -> Tensor:
+def shifted(
+    values: Tensor, shift: float | Tensor, entries: float, computed: float = 0.0
+) -> Tensor:
     """Return the eigenvalues ``[..., n]`` of ``A + shift I``, with zeros for rounding errors.
-
-    A shift is added to a zero eigenvalue, however small it is beside others. One that cancels an
-    eigenvalue leaves rounding errors, of the size of the largest eigenvalue's at most.
 
     Args:
         values: The eigenvalues of A, with zeros for rounding errors.
         shift: A number, or one for each matrix, ``[..., 1]``.
         entries: The relative tolerance for rounding errors of the entries of A.
+        computed: That for the decomposition's, which are in the scale of the largest eigenvalue.
     """
+    if values.numel() == 0 or (not isinstance(shift, Tensor) and shift == 0):
+        return values
     sums = values + shift
-    is_cancelled = values * shift < 0
-    if not bool(is_cancelled.any()):
-        return sums
-    size = values.abs().amax(-1, keepdim=True)
-    return sums.masked_fill(is_cancelled & (sums.abs() <= entries * size), 0)
+    size, sizes = values.abs().amax(-1, keepdim=True), sums.abs()
+    # a sum with a zero eigenvalue is the shift, which the decomposition may lose
+    lost = (values == 0) & (sizes <= computed * size)
+    # a shift that cancels an eigenvalue leaves the rounding errors of the entries
+    lost |= (values * shift < 0) & (sizes <= entries * size)
+    return sums.masked_fill(lost, 0)
 
 
 def power(
