@@ -23,8 +23,7 @@ from curvlinops.structured.linalg import (
 from curvlinops.support.files import recorded
 from curvlinops.support.norms import double_dot, double_norm
 
-
-#: Eigenvalues that are rounding errors belong to a null space if all others are so many times larger.
+#: Eigenvalues are known if they are so many times larger than their rounding errors.
 _GAP = 10
 
 
@@ -132,12 +131,12 @@ class Factor:
         return self.tensor if self.is_diagonal else self.tensor.diagonal(dim1=-2, dim2=-1)
 
     def scales(self, vectors: Tensor | None) -> Tensor:
-        """Return the scales of the entries along eigenvectors ``[G, n, n]``, ``v^T D v``, ``[G, n]``.
+        """Return the scales of the entries along eigenvectors v, ``v^T D v``, ``[G, n]``.
 
         D is the diagonal. Vectors that were computed in float32 know its largest entry only.
 
         Args:
-            vectors: The eigenvectors as columns; ``None`` for the standard basis.
+            vectors: The eigenvectors as columns, ``[G, n, n]``; ``None`` for the standard basis.
         """
         sizes = self.diagonal().abs()
         if vectors is None:
@@ -242,22 +241,22 @@ class Factor:
     def undecided(self, shift: float | Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Return from which shift on the factor decides ``(scale A + shift I)^-1``, ``[G]``.
 
-        Zero where it does already. A smaller shift lies below rounding errors: what is lost in them
-        counts as zero, which is wrong unless A has no full rank. That is so if it has fewer rows
-        than columns, see ``ranks``. If their number is not known, a gap above the rounding errors
-        tells.
+        Zero where it does already. Smaller shifts are below rounding errors, so that eigenvalues
+        decide that are lost in these, or hardly known. That is no error if A has a null space. It
+        has one if it has fewer rows than columns, see ``ranks``. If their number is not known, a
+        gap above the rounding errors tells.
         """
         if self.is_diagonal or not self.is_decomposed(in_float64=True):
             return self.tensor.new_zeros(self.groups)
         values, vectors = self.decomposition
         errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
+        is_small = values.abs() < _GAP * errors
         if self.ranks is None:
-            above = (values.abs() / errors).masked_fill(values == 0, torch.inf)
-            is_full = (above < _GAP).any(-1)
+            is_full = (is_small & (values != 0)).any(-1)
         else:
             is_full = self.ranks >= self.rows
         errors = errors * scale
-        is_lost = (values == 0) & (errors > shift) & is_full.unsqueeze(-1)
+        is_lost = is_small & (errors > shift) & is_full.unsqueeze(-1)
         return errors.masked_fill(~is_lost, 0.0).amax(-1)
 
     def _from_eigenpairs(self, values: Tensor, vectors: Tensor) -> "Factor":

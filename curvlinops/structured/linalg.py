@@ -76,9 +76,7 @@ def without_rounding(values: Tensor, errors: Tensor, psd: bool) -> Tensor:
     return values.masked_fill(sizes <= errors, 0)
 
 
-def shifted(
-    values: Tensor, shift: float | Tensor, entries: float, computed: float = 0.0
-) -> Tensor:
+def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: float = 0.0) -> Tensor:
     """Return the eigenvalues ``[..., n]`` of ``A + shift I``, with zeros for rounding errors.
 
     Args:

@@ -178,10 +178,9 @@ def warn_of_undecided(undecided: Mapping[str, float], dtype: torch.dtype) -> Non
     others = f" (one of {len(undecided)})" if len(undecided) > 1 else ""
     remedy = "" if dtype == torch.float64 else ", or compute in float64"
     warn(
-        f"Block {name!r}{others}: the damping lies below the rounding errors of a factor, so that "
-        "small eigenvalues are lost. They count as zero: the damping alone decides the inverse "
-        f"along their eigenvectors. From {limit:.1e} on, the factor decides. Add more damping"
-        f"{remedy}."
+        f"Block {name!r}{others}: the damping lies below the rounding errors of a factor. Small "
+        "eigenvalues are lost in these, and count as zero, or they are hardly known. From "
+        f"{limit:.1e} on, the factor decides the inverse. Add more damping{remedy}."
     )
 
 
