@@ -141,7 +141,7 @@ class _Join:
             for factor, part in zip(factors, parts, strict=True):
                 factor.tensor = part
             ranks = [factor.ranks for factor in factors]
-            ranks = None if None in ranks else torch.cat(ranks)
+            ranks = None if any(x is None for x in ranks) else torch.cat(ranks)
             self._factors[factors] = moment_factor(tensor, ranks)
         return self._factors[factors]
 
