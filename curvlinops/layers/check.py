@@ -12,7 +12,8 @@ from curvlinops.support.norms import double_norm
 #: of another axis, about half of the rows have another sign.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 2e-2}
 
-#: The largest rounding error to expect in a gradient, in rounding errors of the largest one.
+#: The largest error of a gradient that cancels, in rounding errors of the largest gradient, where
+#: two backward passes are compared.
 NOISE = 20
 
 
@@ -47,6 +48,7 @@ class Comparison:
         self.sizes: dict[Hashable, float] = {}
         self._errors: dict[Hashable, float] = {}
         self._bounds: dict[Hashable, float] = {}
+        self._loose = set[Hashable]()
 
     def add(
         self,
@@ -54,8 +56,13 @@ class Comparison:
         sums: Tensor | None,
         truth: Tensor,
         summands: Callable[[], Tensor | None],
+        are_two_passes: bool = False,
     ) -> None:
         """Compare one sum.
+
+        Each parameter has a scale of its own, so that a large gradient does not hide a wrong small
+        one, unless both sums come from different backward passes: then gradients that cancel within
+        the model differ by rounding errors of other gradients.
 
         Args:
             key: Its key.
@@ -63,6 +70,7 @@ class Comparison:
             truth: Autograd's sum.
             summands: Returns the sum of the absolute values of the summands of ``sums``; called
                 only if errors are not small anyway.
+            are_two_passes: Whether both sums come from different backward passes.
         """
         size = error = float(double_norm(truth))
         if sums is not None:
@@ -71,11 +79,13 @@ class Comparison:
         if not error <= bound and (total := summands()) is not None:
             bound += self._noise * float(double_norm(total))
         self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
+        if are_two_passes:
+            self._loose.add(key)
 
     def wrong(self) -> list[Any]:
         """Return the keys of the sums that differ."""
-        largest = max(self.sizes.values(), default=0.0)
         # kernels round to float32 also for half precision
         rounding = min(torch.finfo(x).eps for x in (self._dtype, torch.float32))
-        slack = max(NOISE * rounding * largest, 1e-12)
-        return [k for k, error in self._errors.items() if not error <= self._bounds[k] + slack]
+        slack = max(NOISE * rounding * max(self.sizes.values(), default=0.0), 1e-12)
+        bounds = {k: bound + slack * (k in self._loose) for k, bound in self._bounds.items()}
+        return [k for k, error in self._errors.items() if not error <= bounds[k]]

@@ -235,7 +235,7 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     dtype = task.output.dtype
     comparison = Comparison(dtype, torch.finfo(dtype).eps)
     for name, x in gradients.items():
-        comparison.add(name, x.sum(1), truth[name], lambda x=x: x.abs().sum(1))
+        comparison.add(name, x.sum(1), truth[name], lambda x=x: x.abs().sum(1), True)
     if comparison.wrong():
         raise InteractingError(f"{COUPLED} (Samples alone have other gradients.)")
 

@@ -348,11 +348,12 @@ class RecordedBatch:
             uses_of.setdefault(use.name, []).append(use)
         for name in names:
             uses = uses_of.get(name, [])
+            is_again = name not in one.totals and len(uses) > 1
             truth = self._autograd_total(name, uses, u, one)
             self._problem.check_finite(u.new_zeros(()), {name: truth})
             shards.forget()
             sums = partial(self._sum, {use: one.outputs[use] for use in uses})
-            comparison.add(name, sums(), truth, partial(sums, absolute=True))
+            comparison.add(name, sums(), truth, partial(sums, absolute=True), is_again)
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
         alone = Comparison(precision, eps)

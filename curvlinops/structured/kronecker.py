@@ -717,7 +717,7 @@ def simultaneous_diagonalization(
     eps = max(factor.eps for pair in pairs for factor in pair)
     values = left.unsqueeze(-1) * right.unsqueeze(-2)
     values = values.expand(first._groups, *values.shape[1:]).flatten(1)
-    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps), 0.0)
+    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps))
     values = values.to(first.torch_dtype).flatten()
     basis, dual = (KroneckerProductLinearOperator(*pair) for pair in ((S, T), (dual_S, dual_T)))
     return DiagonalizedSumLinearOperator(values, basis, dual)

@@ -28,6 +28,8 @@ from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
     inverses,
+    note_undecided,
+    warn_of_undecided,
 )
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
@@ -688,9 +690,12 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+        undecided, stacks = dict[str, float](), self._stacks()
         if not damping.use_exact_damping:
-            stacks = self._stacks()
-            return assemble(stacks, self._factor_sums(), inverses(stacks, damping))
+            build = inverses(stacks, damping, undecided)
+            inverse = assemble(stacks, self._factor_sums(), build)
+            warn_of_undecided(undecided, self.torch_dtype)
+            return inverse
         with self.structure.ranks.raise_on_all_ranks():
             for block in self._made_blocks():
                 is_sum = damping.of_gradients and len(block.terms) > 1
@@ -702,4 +707,9 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                         "max_factor_size, above which factors are diagonal."
                     )
         # the structure keeps the eigendecompositions for other dampings
-        return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        for block, operator in zip(stacks, self.structure._stacks, strict=False):
+            factors, shifts = operator._as_factors(), [damping.of_gradients] * 2
+            note_undecided(undecided, block, factors, shifts, is_exact=True)
+        warn_of_undecided(undecided, self.torch_dtype)
+        return inverse

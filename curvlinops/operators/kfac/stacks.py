@@ -140,7 +140,9 @@ class _Join:
             tensor, parts = self._joined([factor.tensor for factor in factors])
             for factor, part in zip(factors, parts, strict=True):
                 factor.tensor = part
-            self._factors[factors] = moment_factor(tensor)
+            ranks = [factor.ranks for factor in factors]
+            ranks = None if any(x is None for x in ranks) else torch.cat(ranks)
+            self._factors[factors] = moment_factor(tensor, ranks)
         return self._factors[factors]
 
     def _joined(self, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
