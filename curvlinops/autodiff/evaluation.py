@@ -45,6 +45,7 @@ class Evaluation:
         differentiation: ``"once"`` for an ordinary backward pass; ``"twice"`` for a backward pass
             that is differentiated again; ``"forward"`` for forward mode.
         others: Modules of the loss, to whose parameters no call may write either.
+        hooks: Gets the names of hooks on gradients.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Evaluation:
         values: Mapping[str, Tensor],
         differentiation: str,
         others: Sequence[nn.Module] = (),
+        hooks: set[str] | None = None,
     ):
         self._model, self._values = model, values
-        self._differentiation = differentiation
+        self._differentiation, self._hooks = differentiation, hooks
         self._modules: IsolatedModules | None = None
         roots = [*model.roots, *others]
         self._protected = Protected(roots, model.params, model.shards.source_of)
@@ -79,7 +81,9 @@ class Evaluation:
             self._modules.active(),
             model.shards.saved_by_number(),
             uncached_parametrizations(),
-            overrides.active(self._differentiation, self._protected, model.shards.products),
+            overrides.active(
+                self._differentiation, self._protected, model.shards.products, self._hooks
+            ),
         ):
             yield
 

@@ -24,7 +24,8 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> list[Any]:
     """Return all nodes of the graph that computed some tensors, inputs before what uses them."""
-    stack, entered = [output.grad_fn for output in reversed(outputs)], set()
+    with without_torch_function():  # an evaluation watches what the model reads, not this
+        stack, entered = [output.grad_fn for output in reversed(outputs)], set()
     nodes: dict[Any, None] = {}
     while stack:
         node = stack.pop()

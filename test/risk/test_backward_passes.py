@@ -149,8 +149,6 @@ def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
 @pytest.mark.parametrize("f", MEETING)
 @pytest.mark.parametrize("quantity", SAMPLES)
 def test_samples_that_meet(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
-    if quantity == "EF" and sizes[0] == 1:
-        pytest.skip("a first batch of one sample shows nothing, and products record no samples")
     with pytest.raises(ValueError, match="depends on the other samples"):
         build(SAMPLES[quantity], net(way, MEETING[f]), data(sizes))
 
@@ -248,41 +246,78 @@ def test_first_derivatives_where_graphs_are_lost(quantity: str, way: str):
 class Selecting(nn.Module):
     """The outputs of those tokens that a mask selects."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bool) -> None:
         super().__init__()
-        self.a = nn.Linear(3, 4)
+        self.a, self.first = nn.Linear(3, 4), first
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.a(batch["x"])[batch["mask"]]
+        x, mask = batch["x"], batch["mask"]
+        return self.a(x[mask]) if self.first else self.a(x)[mask]
 
 
-@pytest.mark.parametrize("quantity", ["EF", "rows", "product"])
-@pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 3, 1, 2), (2, 2, 2, 2)])
-def test_selected_rows(lengths: tuple[int, ...], quantity: str):
-    """Every sample is counted, not the first and the last one alone."""
-    torch.manual_seed(0)
-    model, loss = Selecting().double(), nn.CrossEntropyLoss(reduction="sum")
+SELECTED: dict[str, Callable] = {
+    "EF": lambda *a, **o: C.EFLinearOperator(*a, **o, terms="sample").to_dense(),
+    "EF @ v": lambda *a, **o: C.EFLinearOperator(*a, **o, terms="sample") @ torch.ones(16).double(),
+    "rows": lambda *a, **o: C.PerSampleGradientLinearOperator(*a, **o).dense(),
+    "rows @ v": lambda *a, **o: (
+        C.PerSampleGradientLinearOperator(*a, **o) @ torch.ones(16).double()
+    ),
+    "diagonal": lambda *a, **o: C.GGNDiagonalLinearOperator(*a, **o).diagonal(),
+    "KFAC": lambda *a, **o: C.KFACLinearOperator(*a, **o).trace(),
+}
+
+
+@pytest.mark.parametrize("quantity", SELECTED)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"batch_size_fn": lambda b: len(b["x"])}], ids=len)
+@pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 2, 2, 2), (1, 1, 3)])
+def test_selected_rows(lengths: tuple[int, ...], options: dict, first: bool, quantity: str):
+    """Nobody knows which rows are whose, whatever their number is."""
+    model, loss = Selecting(first).double(), nn.CrossEntropyLoss(reduction="sum")
     mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
-    X = {"x": torch.randn(4, 4, 3).double(), "mask": mask}
-    y, params = torch.randint(4, (8,)), list(model.parameters())
-    args = (model, loss, params, [(X, y)])
-    options: dict[str, Any] = {"batch_size_fn": lambda b: len(b["x"])}
+    X = {"x": torch.randn(len(lengths), 4, 3).double(), "mask": mask}
+    y, params = torch.randint(4, (sum(lengths),)), list(model.parameters())
+    with pytest.raises(ValueError, match=r"samples first.*mask in the loss.*batch_size_fn"):
+        SELECTED[quantity](model, loss, params, [(X, y)], **options)
+    # sums over all rows do not ask
+    H = C.HessianLinearOperator(model, loss, params, [(X, y)], **options).to_dense()
+    J = C.JacobianLinearOperator(model, params, [(X, y)], **options)
+    B = torch.block_diag(*(p.diag() - p.outer(p) for p in model(X).detach().softmax(1)))
+    torch.testing.assert_close(J.to_dense().T @ B @ J.to_dense(), H)
+    torch.testing.assert_close(J.gram(), J.to_dense() @ J.to_dense().T)
+    E = C.EFLinearOperator(model, loss, params, [(X, y)], **options)  # rows are terms
+    rows = [torch.autograd.grad(loss(model(X)[i], y[i]), params) for i in range(len(y))]
+    D = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    torch.testing.assert_close(E.to_dense(), D.T @ D)
 
-    def rows() -> C.PerSampleGradientLinearOperator:
-        return C.PerSampleGradientLinearOperator(*args, **options)
 
-    of = {
-        "EF": lambda: C.EFLinearOperator(*args, **options, terms="sample").to_dense(),
-        "rows": lambda: (lambda D: D.T @ D)(rows().to_dense()),
-        "product": lambda: (lambda D: D.T @ D)(rows() @ torch.eye(16).double()),
-    }
-    if len({*lengths}) > 1:
-        with pytest.raises(ValueError, match="rows of the output|other samples"):
-            of[quantity]()
-        return
-    truth = []
-    for z, t in zip(model(X).split(2), y.split(2), strict=True):
-        grads = torch.autograd.grad(loss(z, t), params, retain_graph=True)
-        truth.append(torch.cat([g.flatten() for g in grads]))
-    D = torch.stack(truth)
-    torch.testing.assert_close(of[quantity](), D.T @ D)
+def mixing(x: Tensor) -> Tensor:
+    return torch.tanh(x) + torch.tanh(x).cumsum(1)
+
+
+@pytest.mark.parametrize("quantity", SELECTED)
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 1, 1)])
+def test_rows_of_all_places(sizes: tuple[int, ...], is_alone: bool, quantity: str):
+    """Flattened outputs have a row for each place; ``batch_size_fn`` says what a sample is."""
+    torch.manual_seed(0)
+    loss, found = nn.CrossEntropyLoss(reduction="sum"), []
+    x, y = torch.randn(4, 5, 3).double(), torch.randint(4, (4, 5))
+    for is_flat in (False, True):
+        torch.manual_seed(1)
+        model = Using(
+            lambda s, X, f=is_flat: (
+                s.a(mixing(X["x"])).flatten(0, 1) if f else s.a(mixing(X["x"])).mT
+            ),
+            a=nn.Linear(3, 4),
+        ).double()
+        data = [
+            (
+                {"x": X, "all": torch.ones(1, 5)} if is_alone else {"x": X},
+                t.flatten() if is_flat else t,
+            )
+            for X, t in zip(x.split(sizes), y.split(sizes), strict=True)
+        ]
+        options = {"batch_size_fn": lambda X: len(X["x"])}
+        found.append(SELECTED[quantity](model, loss, list(model.parameters()), data, **options))
+    torch.testing.assert_close(found[1], found[0])
