@@ -92,12 +92,11 @@ class Samples:
             return num_samples
         raise ValueError(
             f"The model's output has {num_rows} rows for the {num_samples} samples of batch "
-            f"{index}. Which rows are whose is known of two outputs. One has samples first, as "
-            "[N, C] or [N, T, C] (for CrossEntropyLoss [N, C, T]): return that, and mask in the "
-            "loss what does not count (ignore_index). The other one is [N * T, C], with a row for "
-            "each place of the tensors [N, T, ...] in X: then pass batch_size_fn, a function from "
-            "X to N, such as batch_size_fn=len. If X numbers its samples on another axis, "
-            "batch_size_fn says so, too."
+            f"{index}, and it is not known which rows are whose. Let the model return samples "
+            "first, as [N, C] or [N, T, C] (for CrossEntropyLoss [N, C, T]), and mask in the loss "
+            "what does not count (ignore_index). An output [N * T, C] with a row for each place "
+            "of the tensors [N, T, ...] in X needs batch_size_fn, a function from X to N, such as "
+            "batch_size_fn=len; so does an X whose first axis numbers no samples."
         )
 
 
