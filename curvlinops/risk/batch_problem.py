@@ -161,10 +161,6 @@ class BatchProblem:
         """The functions that must be compared; none with ``check_deterministic=False``."""
         return self.functions.uncompared if self.risk.checks else []
 
-    def keeping_graph(self, output: Tensor) -> AbstractContextManager:
-        """Watch a backward pass from an output, see ``UserFunctions``."""
-        return self.functions.keeping_graph(output) if self.risk.checks else nullcontext(False)
-
     def runs_users_code(self, nodes: Iterable[Any]) -> bool:
         """Return whether a backward pass must be compared that runs hooks, or own functions."""
         return self.risk.checks and bool(self.learned().hooks or custom_functions(nodes))

@@ -119,7 +119,7 @@ def hessian(
         _, leaves, output = recording
         with problem.formulas():
             (start, cotangent), weight = head(output)
-        with problem.keeping_graph(start):
+        with problem.functions.keeping_graph(start):
             grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
@@ -207,7 +207,7 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
     w = torch.zeros_like(output)
-    with problem.keeping_graph(output) as is_new:
+    with problem.functions.keeping_graph(output) as is_new:
         if is_new:  # zeros would hide what is lost
             w.normal_(generator=seeded(w.device, 0))
         w.requires_grad_()

@@ -21,13 +21,13 @@ from curvlinops.support.autograd_graph import (
     graph_nodes,
     has_hooks_on_saved,
     leaf_variables,
+    loses_graph,
     precisions,
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.torch_internals import (
     in_transform,
-    strided_tensors,
     without_torch_function,
 )
 
@@ -146,25 +146,22 @@ class UserFunctions:
         """Watch a backward pass that is differentiated, if its graph is new, which is yielded.
 
         Raises:
-            NoDerivativeError: If a node gets a gradient that has a graph, and returns one that is
-                not zero and has none, as that of sparse tensors does: products would lack a part.
+            NoDerivativeError: If a node loses its graph, as that of sparse tensors does, so that
+                products would lack a part.
         """
         if self.operations in self._facts.kept:
             yield False
             return
         lost: list[str] = []
 
-        def watch(name: str, returned: tuple, given: tuple) -> None:
+        def watch(node: Any, returned: tuple, given: tuple) -> None:
             with without_torch_function():
-                given = [x for x in given if x is not None]
-                if given and all(x.requires_grad for x in given):
-                    without = (x for x in returned if x is not None and not x.requires_grad)
-                    if any(bool(part.any()) for x in without for part in strided_tensors(x)):
-                        lost.append(name)
+                if loses_graph(node, returned, given):
+                    lost.append(node.name())
 
         # the user's functions are compared
         nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
-        handles = [node.register_hook(partial(watch, node.name())) for node in nodes]
+        handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
             yield True
         finally:

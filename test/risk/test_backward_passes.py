@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import Using
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import curvlinops as C
 
@@ -23,6 +24,7 @@ CLIPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "normalized rows": lambda g: g / (1e-12 + g.norm(dim=1, keepdim=True)),
     "small ones are left out": lambda g: g * (g.abs() > 1e-2),
     "positive": lambda g: g.clamp(min=0.0),
+    "signs": torch.sign,
 }
 #: The same with samples that meet.
 MEETING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,7 +57,32 @@ def as_function(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return Changing.apply
 
 
-WAYS = {"hook": as_hook, "function": as_function}
+def as_hook_of_node(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.grad_fn.register_prehook(lambda gradients: tuple(map(f, gradients)))
+        return h
+
+    return apply
+
+
+def in_checkpoint(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda h: checkpoint(lambda x: as_hook(f)(x * 1.0), h, use_reentrant=False)
+
+
+def of_several(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook that the first evaluation does not show if it has one sample."""
+    return lambda h: as_hook(f)(h) if len(h) > 1 else h
+
+
+WAYS = {
+    "hook": as_hook,
+    "function": as_function,
+    "node": as_hook_of_node,
+    "checkpoint": in_checkpoint,
+    "several": of_several,
+}
+MORE_WAYS = [pytest.param(way, marks=pytest.mark.extensive) for way in ("node", "checkpoint")]
 
 
 def net(way: str, f: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -85,8 +112,8 @@ def rows_alone(model: nn.Module, batches: list) -> Tensor:
 PRODUCTS = {
     "Hessian": C.HessianLinearOperator,
     "GGN": C.GGNLinearOperator,
-    "Fisher": lambda *a: C.GGNLinearOperator(*a, mc_samples=2),
-    "Jacobian": lambda m, _, p, d: C.JacobianLinearOperator(m, p, d),
+    "Fisher": lambda *a, **o: C.GGNLinearOperator(*a, **o, mc_samples=2),
+    "Jacobian": lambda m, _, p, d, **o: C.JacobianLinearOperator(m, p, d, **o),
 }
 SAMPLES: dict[str, Callable] = {
     "rows": lambda *a: C.PerSampleGradientLinearOperator(*a).dense(),
@@ -94,6 +121,10 @@ SAMPLES: dict[str, Callable] = {
     "scores": lambda *a: C.PerSampleGradientLinearOperator(*a).scores(torch.eye(20).double()),
     "EF": lambda *a: C.EFLinearOperator(*a).to_dense(),
     "EKFAC": lambda *a: C.EKFACLinearOperator(*a, fisher_type="empirical").trace(),
+    "products": lambda *a: (
+        C.PerSampleGradientLinearOperator(*a)
+        @ torch.eye(len(torch.cat([*map(torch.flatten, a[2])]))).to(a[2][0])
+    ),
 }
 
 
@@ -109,7 +140,7 @@ def build(kind: Callable, model: nn.Module, batches: list) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
 @pytest.mark.parametrize("f", CLIPPED)
 @pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])  # a Hessian is of one gradient
 def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype: torch.dtype):
@@ -122,7 +153,15 @@ def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype:
             A @ (size * v)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 4)])
+@pytest.mark.parametrize("kind", ["GGN", "Jacobian"])
+def test_hooks_of_some_batches(kind: str, sizes: tuple[int, ...]):
+    with pytest.raises((NotImplementedError, ValueError), match="hook"):
+        A = build(PRODUCTS[kind], net("several", CLIPPED["clamped at 0.1"]), data(sizes))
+        A @ torch.ones(20).double()
+
+
+@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
 @pytest.mark.parametrize("f", LINEAR)
 @pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])
 def test_linear_backward_passes(kind: str, f: str, way: str):
@@ -133,7 +172,7 @@ def test_linear_backward_passes(kind: str, f: str, way: str):
 
 
 @pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3), (1,) * 6])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", *MORE_WAYS])
 @pytest.mark.parametrize("f", LINEAR | CLIPPED)
 @pytest.mark.parametrize("quantity", SAMPLES)
 def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
@@ -145,7 +184,7 @@ def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 5)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", "several", *MORE_WAYS])
 @pytest.mark.parametrize("f", MEETING)
 @pytest.mark.parametrize("quantity", SAMPLES)
 def test_samples_that_meet(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
@@ -226,18 +265,73 @@ def test_lost_graphs(kind: str, way: str):
 
 
 @pytest.mark.parametrize("way", LOSING)
-@pytest.mark.parametrize("quantity", ["rows", "norms", "EF", "product"])
+@pytest.mark.parametrize("quantity", ["rows", "norms", "EF", "products"])
 def test_first_derivatives_where_graphs_are_lost(quantity: str, way: str):
-    of = SAMPLES | {
-        "product": lambda *a: (
-            C.PerSampleGradientLinearOperator(*a) @ torch.eye(len(a[2]) * 3).double()
-        )
-    }
     found = []
     for twin in (True, False):
         model, params, batches = values(way, twin)
-        found.append(of[quantity](model, MSE, params, batches))
+        found.append(SAMPLES[quantity](model, MSE, params, batches))
     torch.testing.assert_close(found[1], found[0])
+
+
+def attention(is_sparse: bool) -> nn.Module:
+    """Attention along the edges of a graph; its matrix is sparse, or dense."""
+    torch.manual_seed(0)
+    i, j = torch.tensor([[0, 0, 1, 1, 2, 3, 3, 4], [1, 2, 0, 3, 2, 0, 4, 1]])
+
+    def forward(s: Using, x: Tensor) -> Tensor:
+        h = s.w(x)
+        a = torch.tanh(s.a(torch.cat([h[i], h[j]], 1)))[:, 0].exp()
+        if is_sparse:
+            weights = torch.sparse_coo_tensor(
+                torch.stack([i, j]), a, (5, 5), check_invariants=False
+            )
+            return s.o(torch.tanh(torch.sparse.mm(weights, h)))
+        return s.o(torch.tanh(a.new_zeros(5, 5).index_put((i, j), a) @ h))
+
+    return Using(forward, w=nn.Linear(3, 4), a=nn.Linear(8, 1), o=nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_sparse_attention(kind: str, check: bool):
+    """Second derivatives are refused, first ones are right."""
+    torch.manual_seed(0)
+    loss, data = nn.CrossEntropyLoss(), [(torch.randn(5, 3).double(), torch.randint(2, (5,)))]
+
+    def operator(is_sparse: bool) -> Any:
+        model = attention(is_sparse)
+        return PRODUCTS[kind](
+            model, loss, list(model.parameters()), data, check_deterministic=check
+        )
+
+    sparse, dense = operator(True), operator(False)
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        sparse @ torch.ones(sparse.shape[1]).double()
+    if kind == "Jacobian":
+        u = torch.ones(10).double()
+        torch.testing.assert_close(sparse.T @ u, dense.T @ u)
+    else:
+        found, truth = (A.gradient_and_loss()[0] for A in (sparse, dense))
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.3])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_lost_graphs_behind_a_gate(kind: str, gate: float):
+    """A gradient that is zero before the first step has a derivative."""
+    way = "function of values"
+    twins = [losing(lambda s, x, f=f: f[way](s, x) * s.w + x[:, :3]) for f in (LOSING, TWINS)]
+    X, y = torch.randn(4, 5).double(), torch.randn(4, 3).double()
+    for m in twins:
+        nn.init.constant_(m.w, gate)
+    A, B = (PRODUCTS[kind](m, MSE, [m.v, m.w], [(X, y)]) for m in twins)
+    try:
+        found = A @ torch.ones(6).double()
+    except NotImplementedError as error:
+        assert "Sparse" in str(error)
+        return
+    torch.testing.assert_close(found, B @ torch.ones(6).double())
 
 
 # --- rows that are selected
