@@ -172,8 +172,8 @@ class BatchProblem:
             operations: A hash of the graph's operations. The backward pass runs the user's code.
         """
         known, key = self.rules(SeenAlone), (operations, *sorted(self.risk.facts.hooks))
-        if not (self.model.shards or known.knows(key)) and check_gradients(self):
-            known.note(key)
+        if not self.model.shards and key not in known and check_gradients(self):
+            known.add(key)
 
     # --- evaluations
 
