@@ -38,7 +38,7 @@ class Evaluation:
     The backward pass of a graph that was recorded in the context runs in the same context:
     activation checkpointing recomputes the forward pass there, which must meet the same
     parameters, buffers and kernels. No call may write to parameters of ``others``, modules of the
-    loss, either.
+    loss, either. ``hooks`` gets the names of hooks on gradients.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class Evaluation:
         values: Mapping[str, Tensor],
         differentiation: str,
         others: Sequence[nn.Module] = (),
+        hooks: set[str] | None = None,
     ):
         self._model, self._values = model, values
-        self._differentiation = differentiation
+        self._differentiation, self._hooks = differentiation, hooks
         self._modules: IsolatedModules | None = None
         roots = [*model.roots, *others]
         self._protected = Protected(roots, model.params, model.shards.source_of)
@@ -69,7 +70,9 @@ class Evaluation:
             self._modules.active(),
             model.shards.saved_by_number(),
             uncached_parametrizations(),
-            overrides.active(self._differentiation, self._protected, model.shards.products),
+            overrides.active(
+                self._differentiation, self._protected, model.shards.products, self._hooks
+            ),
         ):
             yield
 

@@ -10,6 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import (
+    can_be_called,
     function_of,
     input_metadata,
     saved_values,
@@ -24,7 +25,8 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> list[Any]:
     """Return all nodes of the graph that computed some tensors, inputs before what uses them."""
-    stack, entered = [output.grad_fn for output in reversed(outputs)], set()
+    with without_torch_function():  # an evaluation watches what the model reads, not this
+        stack, entered = [output.grad_fn for output in reversed(outputs)], set()
     nodes: dict[Any, None] = {}
     while stack:
         node = stack.pop()
@@ -94,6 +96,37 @@ def has_hooks_on_saved(node: Any) -> bool:
         if held is not None and not isinstance(held, Tensor):
             return True
     return False
+
+
+def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
+    """Return whether a node returns a gradient without a graph, though those with one arrived.
+
+    Zeros may be constant, or zero by accident, as behind a gate before its first step. Then the
+    node is called with random gradients.
+    """
+    arrived = [x for x in given if x is not None]
+    if not (arrived and all(x.requires_grad for x in arrived)):
+        return False
+    parts = _without_graph(returned)
+    if parts and not any(map(torch.any, parts)) and can_be_called(node):
+        generator = torch.Generator(parts[0].device).manual_seed(0)
+        with suppress(Exception):  # nodes are not written for being called like this
+            others = [x if x is None else _drawn_like(x, generator) for x in given]
+            found = node(*others)
+            parts = _without_graph(found if isinstance(found, tuple) else (found,))
+    return any(map(torch.any, parts))
+
+
+def _drawn_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random numbers, in a dense tensor that requires gradients."""
+    options = {"dtype": x.dtype, "device": x.device, "requires_grad": True}
+    return torch.randn(x.shape, generator=generator, **options)
+
+
+def _without_graph(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the dense tensors of gradients that have no graph."""
+    constant = (x for x in gradients if x is not None and not x.requires_grad)
+    return [part for x in constant for part in strided_tensors(x) if part.numel()]
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:

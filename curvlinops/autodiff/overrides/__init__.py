@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,9 @@ OVERRIDES: dict[Callable, Callable] = {
 if torch_internals.weight_norm is not None:
     OVERRIDES[torch_internals.weight_norm] = weight_norm
 
+#: What reads the node of a tensor, on which hooks may be registered.
+_READ_NODE = Tensor.grad_fn.__get__
+
 #: In addition in forward mode, which the fused kernels of attention lack.
 FORWARD = OVERRIDES | ATTENTION
 
@@ -47,17 +51,28 @@ TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
 
 class Overrides(TorchFunctionMode):
-    """Replaces calls by a table while it is active, and refuses those that write to parameters."""
+    """Replaces calls by a table while it is active, and refuses those that write to parameters.
 
-    def __init__(self, table: dict[Callable, Callable], protected: Protected):
+    ``hooks`` gets the names of hooks on gradients.
+    """
+
+    def __init__(
+        self, table: dict[Callable, Callable], protected: Protected, hooks: set[str] | None = None
+    ):
         super().__init__()
         self._table, self._protected = table, protected
+        self._hooks = set[str]() if hooks is None else hooks
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            hook = (*args, *kwargs.values())[1]
+            self._hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        elif func == _READ_NODE:  # PyTorch does not show hooks on nodes
+            self._hooks.add("hook on a grad_fn")
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
         return self._table.get(func, func)(*args, **kwargs)
@@ -65,7 +80,10 @@ class Overrides(TorchFunctionMode):
 
 @contextmanager
 def active(
-    differentiation: Differentiation, protected: Protected, products: Mapping[Callable, Callable]
+    differentiation: Differentiation,
+    protected: Protected,
+    products: Mapping[Callable, Callable],
+    hooks: set[str] | None = None,
 ) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
@@ -78,7 +96,7 @@ def active(
     table = {"once": OVERRIDES, "forward": FORWARD, "twice": twice}[differentiation]
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
-        with kernels, Overrides(table, protected):
+        with kernels, Overrides(table, protected, hooks):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
