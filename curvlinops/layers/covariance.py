@@ -18,7 +18,7 @@ from curvlinops.support.norms import wide
 _MIN_SIZE, _MIN_ROWS = 256, 512
 #: Up to this size, products add one row after the other. They take no more time in float64 if they
 #: have at most so many entries, nor in blocks of so many rows if they have more.
-_NARROW, _FEW_ENTRIES, _BLOCK = 32, 2**14, 256
+_NARROW, _FEW_ENTRIES, _BLOCK = 32, 2**14, 64
 #: The largest number of rows whose sum is accurate in float32.
 _ROWS = 2**15
 #: The largest number of entries that are copied at once: patches, and shifted inputs.
@@ -39,11 +39,9 @@ def second_moment(rows: Tensor) -> Tensor:
     if size <= _NARROW and rows.numel() <= _FEW_ENTRIES:
         exact = rows.double()
         return (exact.mT @ exact).to(rows)
-    if size <= _NARROW:
-        return reduce(Tensor.add_, map(_blocked_moment, rows.split(_ROWS, dim=-2)))
-    if num_rows < _MIN_ROWS:
+    if _NARROW < size and num_rows < _MIN_ROWS:
         return rows.mT @ rows
-    if size < _MIN_SIZE:
+    if _NARROW < size < _MIN_SIZE:
         return reduce(Tensor.add_, (x.mT @ x for x in rows.split(_ROWS // 8, dim=-2)))
     total = rows.new_zeros(*rows.shape[:-2], size, size)
     groups = total.view(-1, size, size)
@@ -53,11 +51,14 @@ def second_moment(rows: Tensor) -> Tensor:
     return total
 
 
-def _blocked_moment(rows: Tensor) -> Tensor:
-    """Return ``rows^T rows`` of ``[*, P, d]`` as the sum over blocks of rows."""
-    length = rows.shape[-2] // _BLOCK * _BLOCK
-    blocks, rest = rows[..., :length, :].unflatten(-2, (-1, _BLOCK)), rows[..., length:, :]
-    return (blocks.mT @ blocks).sum(-3).add_(rest.mT @ rest)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left right^T`` of ``[G, d, P]`` to ``[G, d, d]``; narrow ones block by block."""
+    length = left.shape[2] // _BLOCK * _BLOCK if left.shape[1] <= _NARROW else 0
+    if length:
+        some, others = (x[..., :length].unflatten(2, (-1, _BLOCK)) for x in (left, right))
+        total += (some.transpose(1, 2) @ others.permute(0, 2, 3, 1)).sum(1)
+    if length < left.shape[2]:
+        total.baddbmm_(left[..., length:], right[..., length:].mT)
 
 
 def add_second_moment(total: Tensor, rows: Tensor) -> None:
@@ -68,7 +69,7 @@ def add_second_moment(total: Tensor, rows: Tensor) -> None:
         rows: ``[G, d, P]``.
     """
     for some, _ in _quarters(total):
-        total[:, some, some.start :].baddbmm_(rows[:, some], rows[:, some.start :].mT)
+        _add_product(total[:, some, some.start :], rows[:, some], rows[:, some.start :])
 
 
 def mirror(matrix: Tensor) -> None:
@@ -165,7 +166,7 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
                     add_second_moment(total, left)
                 else:
                     right = rows.narrow(2, start + delta * step, count).flatten(2)
-                    total.baddbmm_(left, right.mT)
+                    _add_product(total, left, right)
     shape = channels, kernel, prod(others)
     out = x.new_empty(groups, *shape, *shape)
     for delta, products in enumerate(sums):

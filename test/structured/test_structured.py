@@ -467,6 +467,26 @@ def test_logdet_is_infinite_where_there_is_no_inverse(name: str, dtype: torch.dt
         assert regular.inverse().to_dense().isfinite().all() and regular.logdet().isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_large_rows_do_not_hide_small_ones(dtype: torch.dtype):
+    """Neither that others are not symmetric, nor their pivots."""
+    matrix = torch.tensor([[1e20, 0.0, 0.0], [0.0, 1.0, 0.5], [0.0, -0.5, 1.0]], dtype=dtype)
+    operator = Kron(matrix)
+    torch.testing.assert_close(operator.T.to_dense(), matrix.T)
+    expected = torch.tensor(46.05170186 + 0.22314355, dtype=dtype)
+    torch.testing.assert_close(operator.logdet(), expected)
+    # a large feature leaves the digits of small ones
+    x = torch.randn(200, 5, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1e3, 1.0, 0.1, 1.0, 1.0], dtype=dtype)
+    second, values = x.T @ x, (x.double().T @ x.double() / 200)
+    operator, expected = damped(Kron(second / 200), 1e-4), values + 1e-4 * torch.eye(5).double()
+    found, truth = operator.inverse().to_dense().double(), torch.linalg.inv(expected)
+    assert (found - truth).norm() <= 1e-4 * truth.norm()
+    torch.testing.assert_close(
+        operator.logdet().double(), torch.logdet(expected), rtol=1e-4, atol=0
+    )
+
+
 def test_small_eigenvalues_of_products_of_accurate_factors():
     """They are less than the rounding errors of a matrix of that size, but known."""
     factors = [torch.logspace(-4, 0, n).diag() for n in (8, 9)]

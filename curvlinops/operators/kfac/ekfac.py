@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.operators.kfac.block_sums import everywhere
-from curvlinops.operators.kfac.blocks import MOMENT, Block
+from curvlinops.operators.kfac.blocks import GRADIENTS, MOMENT, Block
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
@@ -66,7 +66,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 raise ChangedError(next(iter(lost))[0].name)
         bases = self._bases_everywhere(sums, before)
         moments = self._block_means("eigenvalues", sums, first, bases, batches)
-        for block in with_matrices(sums):
+        for block in with_matrices(sums, _complete(sums)):
             squares = moments.get((block.views, MOMENT))
             if block.is_here and squares is not None:
                 _remove_rounding(squares, block, bases[block.views])
@@ -100,6 +100,16 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
         return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+
+
+def _complete(sums: FactorSums) -> list[Block]:
+    """Return the blocks all of whose uses the data shows."""
+    unseen = set[ParameterView]()
+    for use in sums.uses.known:
+        has_own = not (use.shares_gradients and use.shape.is_bias)
+        if has_own and (use, GRADIENTS) not in sums.tensors:
+            unseen |= {use.view, use.partner} if use.shares_gradients else {use.view}
+    return [block for block in sums.blocks if unseen.isdisjoint(block.views)]
 
 
 def _remove_rounding(squares: Tensor, block: Block, basis: Basis) -> None:
