@@ -117,7 +117,7 @@ class SeenAlone:
         if model.shards:
             return
         own = (x for root in model.roots for x in root.parameters())
-        are_any = [x.any().cpu() for x in (*model.params.values(), *own)]
+        are_any = [x.any().cpu() for x in (*model.params.values(), *own) if not x.is_meta]
         if bool(torch.stack(are_any).all()):
             self._graphs.add(graph)
 
