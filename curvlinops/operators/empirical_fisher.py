@@ -15,6 +15,7 @@ from curvlinops.operators.sample_rows import (
     add_transposed,
     by_sample,
     count_samples,
+    finite_by_rows,
     graph_or_rows,
     multiply,
     num_rows,
@@ -54,6 +55,8 @@ class EFLinearOperator(DataLinearOperator):
     def _check_options(self) -> None:
         check_choice("terms", self.terms, ("term", "sample"))
         self._counted = set[Hashable]()
+
+    _apply = finite_by_rows(DataLinearOperator._apply)
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def from_graph() -> Linear:
