@@ -94,6 +94,23 @@ def weights_of_tasks(s: Using, X: dict[str, Tensor]) -> Tensor:
     return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
 
 
+def indices() -> list[Tensor]:
+    """Batches with two indices or with one for each sample."""
+    return [torch.tensor([[0, 1], [2, 1], [3, 3]]), torch.tensor([[1], [2]])]
+
+
+@model(indices, table=(4, 4))
+def rows_or_columns_of_a_table(s: Using, ids: Tensor) -> Tensor:
+    """One batch looks up rows, the other one columns."""
+    return F.embedding(ids, s.table if ids.shape[1] == 2 else s.table.T).sum(1)
+
+
+@model(indices, table=(4, 4), used=lambda: weight(4), other=lambda: weight(4))
+def a_parameter_that_one_batch_uses(s: Using, ids: Tensor) -> Tensor:
+    out = F.embedding(ids, s.table).sum(1) * s.used
+    return out + torch.outer(ids[:, 0].to(out), s.other) if ids.shape[1] == 2 else out
+
+
 @model(
     images,
     first=lambda: spectral_norm(nn.Conv2d(2, 3, 3)),
