@@ -105,12 +105,6 @@ def rows_or_columns_of_a_table(s: Using, ids: Tensor) -> Tensor:
     return F.embedding(ids, s.table if ids.shape[1] == 2 else s.table.T).sum(1)
 
 
-@model(indices, table=(4, 4), used=lambda: weight(4), other=lambda: weight(4))
-def a_parameter_that_one_batch_uses(s: Using, ids: Tensor) -> Tensor:
-    out = F.embedding(ids, s.table).sum(1) * s.used
-    return out + torch.outer(ids[:, 0].to(out), s.other) if ids.shape[1] == 2 else out
-
-
 @model(
     images,
     first=lambda: spectral_norm(nn.Conv2d(2, 3, 3)),
@@ -263,6 +257,23 @@ class Fourth(torch.autograd.Function):
 @model(vectors, covered=False, w=(4,))
 def custom_function(s: Using, x: Tensor) -> Tensor:
     return Fourth.apply(x, s.w)
+
+
+class Stopping(torch.autograd.Function):
+    """Returns its input; no gradient passes, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        return None
+
+
+@model(vectors, covered=False, first=linear(4, 3), second=linear(4, 3))
+def gradients_that_end(s: Using, x: Tensor) -> Tensor:
+    return Stopping.apply(s.first(x)) * s.second(x)
 
 
 # --- complex numbers, sparse and jagged inputs
