@@ -118,6 +118,7 @@ class UserFunctions:
 
     def __init__(self, facts: ModelFacts):
         self._facts, self._are_compared = facts, False
+        #: The names of these functions.
         self.names = set[str]()
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()

@@ -86,12 +86,10 @@ class Protected:
 
 def _is_given(tensor: Tensor, value: Any) -> bool:
     """Return whether a tensor is given the very memory that it has, as by ``module.to(dtype)``."""
-    if not isinstance(value, Tensor) or address_of(tensor) is None:
+    if not isinstance(value, Tensor) or None in (address := [*map(address_of, (tensor, value))]):
         return False
-    first, second = (
-        (address_of(x), x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)
-    )
-    return first == second
+    same = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)]
+    return address[0] == address[1] and same[0] == same[1]
 
 
 def _spelt(func: Callable) -> str:
