@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import ceil
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_of_pass
-from curvlinops.support.refusals import is_refusal, lacks_memory
+from curvlinops.support.refusals import is_of_processes, is_refusal, lacks_memory
 from curvlinops.support.torch_internals import (
     input_metadata,
     run_backward,
@@ -199,25 +199,31 @@ def _zeros(like: Tensor, num_columns: int) -> Tensor:
 
 # --- missing derivatives
 
-#: Parts of PyTorch's complaints about a missing derivative.
-_MISSING = ("is not implemented", "once_differentiable", "not yet implemented", "double backward")
-
 
 class NoDerivativeError(NotImplementedError):
     """PyTorch lacks a derivative of the model, or the loss, that a product needs."""
 
 
 @contextmanager
-def explained() -> Iterator[None]:
-    """Raise a NoDerivativeError for PyTorch's errors about missing derivatives."""
+def explained(
+    functions: Collection[str], ordinary: Callable[[], Any] = lambda: None
+) -> Iterator[None]:
+    """Raise a NoDerivativeError for errors of PyTorch that the ordinary pass does not raise.
+
+    The backward pass in this context is differentiated, or differentiates another; ``functions``
+    are the names of custom functions that may be the cause.
+    """
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, NoDerivativeError) or lacks_memory(error) or is_of_processes(error):
+            raise
         message = str(error)
-        if isinstance(error, NoDerivativeError) or lacks_memory(error):
-            raise
-        if not any(words in message for words in _MISSING):
-            raise
+        try:
+            ordinary()
+        except RuntimeError as other:  # another one, if the graph was used up
+            if str(other) == message:
+                raise
         hints = []
         if "attention" in message:
             hints.append(
@@ -228,9 +234,11 @@ def explained() -> Iterator[None]:
         if "once_differentiable" in message:
             hints.append("make the backward of each custom autograd.Function differentiable")
         hints.append("replace the operation by one composed of differentiable operations")
+        which = ", ".join(sorted(functions))
+        which = f" (perhaps in custom autograd.Function {which})" if which else ""
         raise NoDerivativeError(
             "PyTorch lacks a derivative of this model that the product needs: "
-            f"{first_line(error)}. What helps: {', or '.join(hints)}."
+            f"{first_line(error).rstrip('.')}{which}. What helps: {', or '.join(hints)}."
         ) from error
 
 

@@ -31,6 +31,7 @@ from curvlinops.operators.sample_rows import (
     SampleRows,
     add_transposed,
     by_sample,
+    finite_by_rows,
     graph_or_rows,
     loss_gradient,
     multiply,
@@ -236,6 +237,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         tensors = tuple(rows.values())
         return Linear(lambda U, out: add_transposed(rows, U, out), tensors, batch_rows.num_rows)
 
+    @finite_by_rows
     def _apply(self, columns: Tensor) -> Tensor:
         return self._chosen(self._push(columns, self._all).T).T
 

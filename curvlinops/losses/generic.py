@@ -77,14 +77,15 @@ class AdditiveLoss(Loss):
         if not error <= tolerance * float(samples.abs().sum()) + 1e-12:
             raise ValueError(
                 f"{self.name} is not the {self.reduction} of its samples' losses: the "
-                f"{len(samples)} samples of a batch have {float(total):.6g} in total, but "
+                f"{len(samples)} rows of a batch's output have {float(total):.6g} in total, but "
                 f"{float(samples.sum()):.6g} if evaluated one by one. Curvature is defined for "
                 "losses that add up over samples only (not for contrastive or Dice losses, random "
                 "ones, or means over a varying number of valid entries; return their sum with "
-                "reduction='sum'). Of one batch that is all data, data=[(X, y)], Hessian and GGN "
-                "are defined for all but random ones. If the loss does add up, check reduction=, "
-                "and make a tensor for all samples, such as a weight for each class, an attribute "
-                "of the loss."
+                "reduction='sum'). If the loss compares rows of a sample, as of N pairs in 2 N "
+                "rows, let the model return [N, 2]. Of one batch that is all data, data=[(X, y)], "
+                "Hessian and GGN are defined for all but random ones. If the loss does add up, "
+                "check reduction=, and make a tensor for all samples, such as a weight for each "
+                "class, an attribute of the loss."
             )
 
     def _one_by_one(self, output: Tensor, target: Any) -> Tensor:

@@ -380,10 +380,14 @@ class DataLinearOperator(TorchLinearOperator):
         if self.risk.loss is not None and not self.risk.model.shards.is_open:
             self.risk.gradient_and_loss()  # names the batch, if it is to blame
         where = f" in parameter '{name}'" if name else ""
-        raise ValueError(
+        raise NotFiniteError(
             f"The product with {type(self).__name__} is not finite{where}, though the vector is: "
             f"{NO_DERIVATIVE}, or {OVERFLOW}."
         )
+
+
+class NotFiniteError(ValueError):
+    """A product is not finite, though the vector is, and the loss with its gradient."""
 
 
 @cache

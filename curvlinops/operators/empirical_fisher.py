@@ -13,6 +13,7 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.sample_rows import (
     add_transposed,
     by_sample,
+    finite_by_rows,
     graph_or_rows,
     multiply,
     num_rows,
@@ -51,6 +52,8 @@ class EFLinearOperator(DataLinearOperator):
 
     def _check_options(self) -> None:
         check_choice("terms", self.terms, ("term", "sample"))
+
+    _apply = finite_by_rows(DataLinearOperator._apply)
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def from_graph() -> Linear:

@@ -1,7 +1,8 @@
 """The rows of a batch: gradients of the losses of its samples, or of its terms."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from curvlinops.layers.gradients import LowRank, Piece, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.losses.base import DependentLossError
+from curvlinops.operators.base import DataLinearOperator, NotFiniteError
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.columns import flat
 from curvlinops.support.norms import wide
@@ -22,6 +24,8 @@ _NO_POSITIONS = (
     "Scores by position need layers that see each position of the sequences once: leave the others "
     "out of params, or ask for per_position=False."
 )
+
+T = TypeVar("T", bound=DataLinearOperator)
 
 #: The gradients of V vectors and N samples, and a function that returns the view ``[V, N, *]`` of
 #: rows ``[M, *]`` that belongs to them.
@@ -263,16 +267,43 @@ def graph_or_rows(
         return from_rows()
 
     try:
-        apply = from_graph()
+        apply, has_graph = from_graph(), True
     except (NoDerivativeError, DependentLossError) as error:
         return otherwise(error)
 
     def product(*args: Any) -> Any:
-        nonlocal apply
+        nonlocal apply, has_graph
+        if has_graph and problem.risk.facts.lacks_derivative:  # as another product has shown
+            apply, has_graph = from_rows(), False
         try:
             return apply(*args)
         except (NoDerivativeError, DependentLossError) as error:
-            apply = otherwise(error)
+            apply, has_graph = otherwise(error), False
         return apply(*args)
 
     return Linear(product, apply.tensors, apply.num_rows)
+
+
+def finite_by_rows(product: Callable[[T, Tensor], Tensor]) -> Callable[[T, Tensor], Tensor]:
+    """Decorate a product with a graph or rows: it takes rows if it is not finite with graphs.
+
+    Where gradients are finite, their derivative with respect to a cotangent may be zero times
+    infinity, as that of padding that a layer masks after it has divided by zero.
+    """
+
+    @wraps(product)
+    def run(self: T, columns: Tensor) -> Tensor:
+        try:
+            return product(self, columns)
+        except NotFiniteError:
+            facts = self.risk.facts
+            if facts.lacks_derivative or self.risk.space.in_parts:
+                raise
+            facts.lacks_derivative = True
+        try:
+            return product(self, columns)
+        except NotFiniteError:
+            facts.lacks_derivative = False
+            raise
+
+    return run

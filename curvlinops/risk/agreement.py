@@ -56,7 +56,7 @@ def numbers_of(risk: Any, sharded: bool = False) -> dict[str, Tensor]:
     for number, module in enumerate(x for x in modules if isinstance(x, nn.Module)):
         for name, x in module.state_dict(keep_vars=True).items():
             is_kept = isinstance(x, Tensor) and not isinstance(x, spread)
-            is_dense = is_kept and x.is_floating_point() and not x.is_sparse
+            is_dense = is_kept and x.is_floating_point() and not (x.is_sparse or x.is_meta)
             if is_dense and id(x) not in replaced and name not in params:
                 tensors[f"{name} of module {number} (frozen parameter or buffer)"] = x
     return tensors

@@ -341,11 +341,10 @@ class BatchProblem:
     def check(self, output: Tensor) -> Tensor:
         """Return the batch's weight; refuse an unfit output, or a loss that is not finite."""
         weight = self.weight(output)
-        if self.loss is None or (self.loss_needs_graph and not output.requires_grad):
+        if self.loss is None or self.loss_needs_graph:
             self.check_numbers(output)
         else:
-            seen = output if self.loss_needs_graph else output.detach()
-            self.check_finite(self.loss.sum(seen, self.batch.y).detach())
+            self.check_finite(self.loss.sum(output.detach(), self.batch.y).detach())
         return weight
 
     def check_numbers(self, output: Tensor) -> None:

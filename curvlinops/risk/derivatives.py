@@ -10,8 +10,9 @@ Only a single Gauss-Newton product, whose graph is not kept, takes forward mode 
 is faster. Forward mode is wrong for some operations, so that each such product is checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,11 +120,13 @@ def hessian(
         _, leaves, output = recording
         with problem.formulas():
             (start, cotangent), weight = head(output)
-        with problem.functions.keeping_graph(start):
-            grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+        functions = problem.functions
+        with functions.keeping_graph(start):
+            grads = _vjp_with_graph(start, cotangent, leaves, functions.names)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            return vjp_columns(grads, v, inputs, not single)
+            with explained(functions.names):
+                return vjp_columns(grads, v, inputs, not single)
 
         return Linear(product, tuple(x for x in grads.values() if x is not None)), weight
 
@@ -145,7 +148,7 @@ def jacobian(
     Returns:
         A function ``apply(V, out)`` that adds to ``[K, M]``, in place.
     """
-    with problem.recording("twice") as recording, explained():
+    with problem.recording("twice") as recording:
         evaluation, _, output = recording
         linear_map, num_rows = head(output.detach())
         jvp = _double_vjp(problem, recording)
@@ -203,18 +206,29 @@ def _gauss_newton(
     return _by_columns(problem, prepare, chunk_size, single)
 
 
+def _vjp_with_graph(
+    start: Tensor, cotangent: Tensor | None, leaves: Tensors, functions: Collection[str]
+) -> Tensors:
+    """Return gradients that can be differentiated, given the names of custom functions."""
+    constant = cotangent if cotangent is None else cotangent.detach()
+    ordinary = partial(vjp, {"": start}, {"": constant}, leaves)
+    with explained(functions, ordinary):
+        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+
+
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
-    w = torch.zeros_like(output)
-    with problem.functions.keeping_graph(output) as is_new:
+    functions, w = problem.functions, torch.zeros_like(output)
+    with functions.keeping_graph(output) as is_new:
         if is_new:  # zeros would hide what is lost
             w.normal_(generator=seeded(w.device, 0))
         w.requires_grad_()
-        transposed = vjp({"": output}, {"": w}, leaves, create_graph=True)
+        transposed = _vjp_with_graph(output, w, leaves, functions.names)
 
     def jvp(v: Columns) -> Tensor:
-        return vjp_columns(transposed, v, {"": w})[""]
+        with explained(functions.names):
+            return vjp_columns(transposed, v, {"": w})[""]
 
     if problem.uncompared:
         check_jacobian(problem, recording, jvp)
@@ -241,12 +255,12 @@ def _by_columns(
         return Linear(apply, product.tensors)
 
     def once(V: Columns, out: Columns) -> Tensor:
-        with problem.recording("twice") as recording, explained():
+        with problem.recording("twice") as recording:
             return linear(recording).apply(V, out)
 
     if single:  # in the context of its recording, which takes time to enter
         return Linear(once, ())
-    with problem.recording("twice") as recording, explained():
+    with problem.recording("twice") as recording:
         product = linear(recording)
     return _kept(recording.evaluation, product)
 
@@ -256,7 +270,7 @@ def _kept(evaluation: Evaluation, product: Linear) -> Linear:
     context, copies = evaluation.of_graph(runs_python(*product.tensors))
 
     def apply(V: Any, out: Columns) -> Any:
-        with context(), explained():
+        with context():
             return product.apply(V, out)
 
     return Linear(apply, product.tensors + copies, product.num_rows)

@@ -116,7 +116,9 @@ class UserFunctions:
     """The user's own autograd functions and hooks in the graph of a forward pass."""
 
     def __init__(self, facts: ModelFacts):
-        self._facts, self._names, self._are_compared = facts, set[str](), False
+        self._facts, self._are_compared = facts, False
+        #: The names of these functions.
+        self.names = set[str]()
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
         #: A hash of the graph's operations.
@@ -127,19 +129,19 @@ class UserFunctions:
         hooks = self._facts.hooks
         self.operations = hash((self.operations, *(node.name() for node in nodes), *sorted(hooks)))
         if (found := custom_functions(nodes)) or hooks:
-            self._names |= found
+            self.names |= found
             self.precisions |= precisions(nodes, output)
 
     @property
     def are_any(self) -> bool:
         """Whether the graph has some."""
-        return bool(self._names or self._facts.hooks)
+        return bool(self.names or self._facts.hooks)
 
     @property
     def uncompared(self) -> list[str]:
         """Their names, if the graph is new."""
         are_known = self._are_compared or self.operations in self._facts.compared
-        return [] if are_known else sorted(self._names | self._facts.hooks)
+        return [] if are_known else sorted(self.names | self._facts.hooks)
 
     @contextmanager
     def keeping_graph(self, output: Tensor) -> Iterator[bool]:

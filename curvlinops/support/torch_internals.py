@@ -254,6 +254,21 @@ def in_transform() -> bool:
     return _transforms() is not None
 
 
+def kernel_in_python(func: Any, args: tuple) -> Any:
+    """Return Python code for an operator that calls functions, such as ``torch.cond`` and ``scan``.
+
+    Autograd records what these functions compute. The operator itself differentiates graphs of
+    them, which only the compiler finds if they use other tensors than their arguments.
+
+    Returns:
+        ``None`` for all other functions, and inside of transforms of ``torch.func``.
+    """
+    kernels = getattr(func, "py_kernels", None)
+    if not kernels or not any(map(callable, args)) or in_transform():
+        return None
+    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
 def wanted_gradients(ctx: Any) -> list[bool]:
     """Return for which inputs of a custom function the running backward pass needs gradients.
 

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -65,10 +65,19 @@ def default_modes() -> Iterator[None]:
         yield
 
 
-def without_compiler() -> AbstractContextManager:
-    """Return a context in which compiled functions and modules run uncompiled."""
-    is_imported = "torch._dynamo" in sys.modules  # as it is once anything was compiled
-    return torch.compiler.set_stance("force_eager") if is_imported else nullcontext()
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Enter a context in which compiled functions and modules run uncompiled."""
+    if "torch._dynamo" in sys.modules:  # as it is once anything was compiled
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        return
+    compiler = torch.compile
+    torch.compile = lambda model=None, **_: model or (lambda function: function)
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def uncompiled(function: Callable[P, R]) -> Callable[P, R]:

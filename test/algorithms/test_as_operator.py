@@ -1,6 +1,7 @@
 """Operators and matrices of all kinds: algorithms take them alike."""
 
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ import torch
 
 from curvlinops import (
     CGInverseLinearOperator,
+    MINRESInverseLinearOperator,
     SubmatrixLinearOperator,
     TorchLinearOperator,
+    bilinear_form,
     dottest,
     eigsh,
     hutchinson_trace,
     lanczos_logdet,
+    quadratic_form,
     xdiag,
 )
 
@@ -107,6 +111,27 @@ def test_operators_that_take_vectors_only(name: str):
 def test_start_vectors_of_all_kinds(x0):
     solution = CGInverseLinearOperator(SPD, x0=x0).solve(SPD @ np.ones(7))
     assert int(solution.iterations) == 0 and np.array_equal(solution.x, np.ones(7))
+
+
+#: What reads vectors of the user's: matrices ``[7, 7]``, and a vector that is read.
+READERS: dict[str, Callable] = {
+    "eigsh, v0": lambda x: eigsh(SPD, 1, v0=x),
+    "CG, x0": lambda x: CGInverseLinearOperator(SPD, x0=x).solve(np.ones(7)),
+    "CG, x0 of solve": lambda x: CGInverseLinearOperator(SPD).solve(np.ones(7), x0=x),
+    "MINRES, x0": lambda x: MINRESInverseLinearOperator(SPD, x0=x).solve(np.ones(7)),
+    "quadratic_form": lambda x: quadratic_form(SPD, x, 0.1),
+    "bilinear_form, left": lambda x: bilinear_form(SPD, x, np.ones(7), 0.1),
+    "bilinear_form, right": lambda x: bilinear_form(SPD, np.ones(7), x, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_vectors_with_a_graph_are_refused(name: str):
+    """Results have no derivative with respect to these."""
+    x = torch.linspace(1, 2, 7, dtype=torch.float64)
+    READERS[name](x)
+    with pytest.raises(ValueError, match=r"requires gradients, but only products.*\.detach\(\)"):
+        READERS[name](x.requires_grad_())
 
 
 @pytest.mark.parametrize(

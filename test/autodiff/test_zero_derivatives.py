@@ -17,8 +17,10 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
+    PerSampleGradientLinearOperator,
     TorchLinearOperator,
 )
 
@@ -269,3 +271,45 @@ def test_jacobians_are_those_of_backward_passes(function: Callable, case: str):
     torch.testing.assert_close(A.to_dense(), expected)
     with A.linearized():
         torch.testing.assert_close(A @ v, expected @ v)
+
+
+def attending(h: Tensor) -> Tensor:
+    """Attends to nothing in a row of zeros, as padding does, where 0 / 0 is made zero."""
+    return h * torch.softmax(h.masked_fill(h == 0, -torch.inf), 1).nan_to_num(0.0)
+
+
+#: Operators made of gradients, their options, and how they are made.
+OF_GRADIENTS: dict[type, tuple[dict, Callable[[Tensor], Tensor]]] = {
+    EFLinearOperator: ({}, lambda rows: rows.T @ rows / len(rows)),
+    PerSampleGradientLinearOperator: ({"terms": "sample"}, lambda rows: rows),
+}
+
+
+@pytest.mark.parametrize("kind", [*OF_GRADIENTS, GGNLinearOperator])
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_gradients_are_finite_where_products_with_graphs_are_not(chunk_size: int, kind: type):
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(3, 4, bias=False), "last": nn.Linear(4, 2)}
+    model = Using(lambda s, x: s.last(attending(s.first(x))), **layers).double()
+    X, y, params = torch.randn(5, 3).double(), torch.ones(5).long(), list(model.parameters())
+    X[4] = 0
+    rows = [torch.autograd.grad(F.cross_entropy(model(x[None]), y[:1]), params) for x in X]
+    options, made_of = OF_GRADIENTS.get(kind, ({}, lambda rows: rows.T @ rows))
+    expected = made_of(torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]))
+    data = [(X[:3], y[:3]), (X[3:], y[3:])]
+
+    def build() -> TorchLinearOperator:
+        chunks = {"chunk_size": chunk_size}
+        return kind(model, nn.CrossEntropyLoss(), params, data, **chunks, **options)
+
+    one, A = torch.eye(expected.shape[1]).double(), build()
+    if kind not in OF_GRADIENTS:
+        with pytest.raises(ValueError, match="is not finite in parameter 'first.weight'"):
+            A @ one
+        return
+    torch.testing.assert_close(A @ one, expected)
+    torch.testing.assert_close(A @ one[0], expected[:, 0])
+    B = build()
+    with B.linearized():
+        for v in (one[-1], one[0], one):  # the first one does not meet the zeros
+            torch.testing.assert_close(B @ v, expected @ v)

@@ -547,22 +547,37 @@ def test_writes_after_a_change_of_mode(case: str):
     assert state(net) == before
 
 
+#: What a model assigns to the ``data`` of a parameter, and whether that is other memory.
+ASSIGNED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "other numbers": (lambda x: torch.renorm(x, 2, 0, 0.5), True),
+    "a copy": (lambda x: x.clone(), True),
+    "another dtype": (lambda x: x.half(), True),
+    "another order": (lambda x: x.T, True),
+    "a part of it, repeated": (lambda x: x[:1].expand(3, 3), True),
+    "its own": (lambda x: x, False),
+    "its own dtype": (lambda x: x.to(x.dtype), False),  # as layer.to(dtype) does
+    "its own, in another shape and back": (lambda x: x.flatten().view(3, 3), False),
+}
+
+
+@pytest.mark.parametrize("name", ASSIGNED)
 @pytest.mark.parametrize("kind", KINDS_OF_MODELS)
-def test_parameters_that_get_other_memory(kind: str):
+def test_parameters_that_get_other_memory(kind: str, name: str):
     """Assigning to ``data`` replaces what stands for a parameter; a closure has the user's own."""
+    change, is_write = ASSIGNED[name]
 
-    def renormalize(w: Tensor) -> None:
-        w.data = torch.renorm(w.data, 2, 0, 0.5)
+    def assign(w: Tensor) -> None:
+        w.data = change(w.data)
 
-    net = Scaled(renormalize, "weight")
+    net = Scaled(assign, "weight")
     function, params = KINDS_OF_MODELS[kind](net)
     before, p = state(net), problem(function, params=params)
-    if kind == "closure":
+    if kind == "closure" and is_write:
         with pytest.raises(ValueError, match=r"writes to parameter '0' \(by .data = ...\)"):
             ALL["hessian"].build(p)
-    else:
+    elif name != "another dtype":
         other = Scaled(lambda w: None, "weight")
-        other.weight.data = torch.renorm(net.weight.data, 2, 0, 0.5)
+        other.weight.data = change(net.weight.data)
         expected = ALL["hessian"].build(problem(other, params=[other.weight]))
         torch.testing.assert_close(matrix(ALL["hessian"].build(p)), matrix(expected))
     assert state(net) == before

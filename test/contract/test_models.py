@@ -14,6 +14,10 @@ from contract import error, matrix
 from models import Using, resnet, unet, vit
 from small import MSE, SQUARE, batches, build, dense, mlp
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import (
@@ -170,6 +174,91 @@ TWINS |= {
     )
     for name, make in RECOMPUTED.items()
 }
+
+
+def steps(s: Using, carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of a recurrence that uses a parameter, a replaced call, and operands."""
+    carry = torch.sigmoid(s.a) * carry + F.gelu(x) * x
+    return carry, carry.clone()
+
+
+def repeated(s: Using, x: Tensor) -> Tensor:
+    """The same with Python's loops: a recurrence over entries."""
+    carry, outputs = torch.zeros_like(x[:, :1]), []
+    for entry in x.split(1, 1):
+        carry, out = steps(s, carry, entry)
+        outputs.append(out)
+    return torch.cat(outputs, 1)
+
+
+def scanned(s: Using, x: Tensor) -> Tensor:
+    x = x.T.unsqueeze(2)
+    return scan(functools.partial(steps, s), torch.zeros_like(x[0]), x)[1][:, :, 0].T
+
+
+#: PyTorch's operators that call functions, which use parameters, and the same in Python.
+OF_FUNCTIONS: dict[str, tuple[Callable, Callable]] = {
+    "cond": (
+        lambda s, x: torch.cond(x.sum() < 9e9, lambda x: x * s.a.sin(), lambda x: x * s.a, (x,)),
+        lambda s, x: x * s.a.sin(),
+    ),
+    "map": (
+        lambda s, x: torch_map(lambda column: s.a.tanh() * F.gelu(column), x.T).T,
+        lambda s, x: s.a.tanh() * F.gelu(x),
+    ),
+    "scan": (scanned, repeated),
+    "while_loop": (
+        lambda s, x: while_loop(
+            lambda n, x: n < 3, lambda n, x: (n + 1, s.a * x.sin()), (torch.tensor(0), x)
+        )[1],
+        lambda s, x: s.a * (s.a * (s.a * x.sin()).sin()).sin(),
+    ),
+    "associative_scan": (
+        lambda s, x: associative_scan(torch.mul, s.a * x, 1, combine_mode="generic"),
+        lambda s, x: (s.a * x).cumprod(1),
+    ),
+}
+
+
+def around(function: Callable) -> nn.Module:
+    inner = Using(function, a=torch.ones(1))
+    return Using(
+        lambda s, x: s.head(s.inner(s.stem(x))),
+        stem=nn.Linear(3, 3),
+        inner=inner,
+        head=nn.Linear(3, 3),
+    )
+
+
+TWINS |= {
+    f"{name} with a parameter": lambda pair=pair: seeded(
+        special=lambda: around(pair[0]), plain=lambda: around(pair[1])
+    )
+    for name, pair in OF_FUNCTIONS.items()
+}
+
+
+class Ensemble(nn.Module):
+    """PyTorch's recipe for ensembles, whose base has no numbers of its own."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        nets = [mlp() for _ in range(3)]
+        stacked, _ = torch.func.stack_module_state(nets)
+        self.params = nn.ParameterList(nn.Parameter(x.detach()) for x in stacked.values())
+        self.names, vars(self)["base"] = [*stacked], copy.deepcopy(nets[0]).to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def one(params: dict) -> Tensor:
+            return torch.func.functional_call(self.base, params, x)
+
+        params = dict(zip(self.names, self.params, strict=True))
+        return torch.vmap(one)(params).square().sum(0)
+
+
+@twins
+def ensembles_on_the_meta_device() -> tuple[dict, dict]:
+    return seeded(special=lambda: Ensemble("meta"), plain=lambda: Ensemble("cpu"))
 
 
 @twins

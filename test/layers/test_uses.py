@@ -94,6 +94,17 @@ def weights_of_tasks(s: Using, X: dict[str, Tensor]) -> Tensor:
     return torch.einsum("nd,nde->ne", X["x"], s.weight[X["task"]]) + s.bias[X["task"]]
 
 
+def indices() -> list[Tensor]:
+    """Batches with two indices or with one for each sample."""
+    return [torch.tensor([[0, 1], [2, 1], [3, 3]]), torch.tensor([[1], [2]])]
+
+
+@model(indices, table=(4, 4))
+def rows_or_columns_of_a_table(s: Using, ids: Tensor) -> Tensor:
+    """One batch looks up rows, the other one columns."""
+    return F.embedding(ids, s.table if ids.shape[1] == 2 else s.table.T).sum(1)
+
+
 @model(
     images,
     first=lambda: spectral_norm(nn.Conv2d(2, 3, 3)),
@@ -248,6 +259,23 @@ def custom_function(s: Using, x: Tensor) -> Tensor:
     return Fourth.apply(x, s.w)
 
 
+class Stopping(torch.autograd.Function):
+    """Returns its input; no gradient passes, not even zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> None:
+        return None
+
+
+@model(vectors, covered=False, first=linear(4, 3), second=linear(4, 3))
+def gradients_that_end(s: Using, x: Tensor) -> Tensor:
+    return Stopping.apply(s.first(x)) * s.second(x)
+
+
 # --- complex numbers, sparse and jagged inputs
 
 
@@ -316,28 +344,41 @@ def test_sparse_adjacency(layout: torch.layout):
     check_factors(net, data, rows)
 
 
-def summed(jagged: bool) -> nn.Module:
+def summed(jagged: bool, attends: bool) -> nn.Module:
     """Return a sum over sequences of several lengths, of which X has the numbers that count."""
+
+    def attention(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x.unsqueeze(2).transpose(1, 2)
+        return F.scaled_dot_product_attention(x, x, x, mask).transpose(1, 2).squeeze(2)
 
     def function(s: Using, X: tuple[Tensor, Tensor]) -> Tensor:
         x, lengths = X
         valid = torch.arange(x.shape[1]) < lengths[:, None]
         if jagged:
             offsets = F.pad(lengths.cumsum(0), (1, 0))
-            nested = torch.nested.nested_tensor_from_jagged(x[valid], offsets)
-            return s.head(torch.nested.to_padded_tensor(s.inner(nested).tanh(), 0.0).sum(1))
-        return s.head((s.inner(x).tanh() * valid.unsqueeze(-1)).sum(1))
+            nested = s.inner(torch.nested.nested_tensor_from_jagged(x[valid], offsets))
+            nested = attention(nested) if attends else nested.tanh()
+            return s.head(torch.nested.to_padded_tensor(nested, 0.0).sum(1))
+        x = s.inner(x)
+        x = attention(x, valid[:, None, None]) if attends else x.tanh()
+        return s.head((x * valid.unsqueeze(-1)).sum(1))
 
     torch.manual_seed(0)
     return Using(function, inner=nn.Linear(2, 3), head=nn.Linear(3, 2)).double()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
-@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "ggn-diagonal"])
-def test_jagged_tensors(case: str):
+@pytest.mark.parametrize(
+    "case, attends",
+    [
+        *product(["hessian", "ggn", "fisher", "gradients", "ggn-diagonal"], [False]),
+        *product(["gradients", "fisher", "ggn-diagonal"], [True]),  # others lack derivatives
+    ],
+)
+def test_jagged_tensors(case: str, attends: bool):
     torch.manual_seed(1)
     X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
-    nets = summed(jagged=True), summed(jagged=False)
+    nets = summed(True, attends), summed(False, attends)
     p, plain = (Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True) for net in nets)
     found, expected = matrix(CASES[case].build(p)), CASES[case].dense(plain)
     torch.testing.assert_close(found, expected)

@@ -159,10 +159,11 @@ CURVATURES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS | COUPLED)
 @pytest.mark.parametrize("curvature", CURVATURES)
 def test_no_derivative_with_respect_to_the_output(curvature: str, kind: str):
-    model, (build, points), (operator, options) = net(), KINDS[kind], CURVATURES[curvature]
+    model, (operator, options) = net(), CURVATURES[curvature]
+    build, points = (KINDS | COUPLED)[kind]
     args = model, build(model), list(model.parameters()), points()
     for check in (False, True):
         with pytest.raises(ValueError, match="is not a function of the model's output"):

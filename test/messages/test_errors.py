@@ -434,10 +434,16 @@ def test_losses_and_targets(loss: Any, target: Any, match: str):
     refused(ValueError, match, loss=loss, data=[(X, target)])
 
 
+def preferred(z: Tensor, y: Tensor) -> Tensor:
+    """Compares pairs of rows."""
+    return -F.logsigmoid(z[:4:2] - z[1:4:2]).mean()
+
+
 #: Losses that are functions, their reduction, and the message of a ValueError.
 FUNCTIONS: list[tuple[Callable, str, str]] = [
     (dice, "mean", "dice is not the mean of its samples' losses"),
     (contrastive, "sum", "contrastive is not the sum of its samples' losses"),
+    (preferred, "mean", r"3 rows of a batch's output.*let the model return \[N, 2\]"),
     (lambda z, y: z.square().sum(1), "sum", "must return a real scalar tensor"),
     (lambda z, y: z.square().sum() * 1j, "sum", "must return a real scalar tensor.*complex"),
     (lambda z, y: 1.0, "sum", "must return a real scalar tensor.*float"),

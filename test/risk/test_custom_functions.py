@@ -209,10 +209,31 @@ class Once(Custom):
         return g * ctx.saved_tensors[0].cos()
 
 
+@torch.library.custom_op("curvlinops_test::times", mutates_args=())
+def times(x: Tensor, y: Tensor) -> Tensor:
+    """An opaque kernel: PyTorch knows no derivative."""
+    return x * y
+
+
+class Opaque(Custom):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return times(g, ctx.saved_tensors[0].cos())
+
+
+class Writing(Custom):
+    """Writes to its own memory, as fused losses do."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        x = ctx.saved_tensors[0].detach()
+        return torch.mul(g, x.cos(), out=torch.empty_like(x))
+
+
 #: The functions, all of them sines, and the operators that differentiate their backward pass.
 WRONG: dict[type[torch.autograd.Function], list[str]] = {
     Forgetful: ["hessian"],  # as a function of the gradient it is right
-    **dict.fromkeys((Detaching, Leaving, Inner, Once), SECOND_ORDER),
+    **dict.fromkeys((Detaching, Leaving, Inner, Once, Opaque, Writing), SECOND_ORDER),
 }
 REFUSED = r"custom autograd\.Function"
 

@@ -133,6 +133,27 @@ def test_outputs_for_pairs_of_samples_are_refused(kind: str, size: int):
     build(curvlinops.HessianLinearOperator, model, data, **options)
 
 
+@pytest.mark.parametrize("kind", ["rows", "KFAC"])
+def test_grids_with_a_point_for_each_sample(kind: str):
+    """The output of a neural operator at all points of a grid, which samples share."""
+    x, y, grid = (torch.randn(5, k).double() for k in (3, 5, 3))
+
+    def at_points(m: Using, X: Any) -> Tensor:
+        x, points = X if isinstance(X, tuple) else (X, m.points)
+        return torch.tanh(m.first(x)) @ torch.tanh(m.second(points)).T
+
+    model = net(at_points)
+    model.register_buffer("points", grid)
+    params = [*model.first.parameters(), *model.second.parameters()]
+    with pytest.raises(ValueError, match="grid of points, make it a buffer"):
+        OPERATORS[kind](model, LOSS, params, [((x, grid), y)], batch_size_fn=lambda X: len(X[0]))
+    operator = OPERATORS[kind](model, LOSS, params, [(x, y)])
+    if kind == "rows":
+        rows = [torch.autograd.grad(LOSS(model(x[n, None]), y[n, None]), params) for n in range(5)]
+        expected = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        torch.testing.assert_close(operator.dense(), expected)
+
+
 def trimmed(m: Using, x: Tensor) -> Tensor:
     """Drops what is padding in all samples of a batch."""
     length = int((x.abs().sum(-1) > 0).sum(1).max())

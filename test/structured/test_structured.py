@@ -1,6 +1,7 @@
 """Structured operators: every method of every one against the dense matrix."""
 
 import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -560,6 +561,25 @@ def test_blocks():
     one, _ = weight_and_bias()
     assert Blocks([one, one]).space.is_flat  # a name twice
     assert Blocks([one, Diag(a)]).space.is_flat
+
+
+@pytest.mark.parametrize("combine", [lambda x, y: x + y, lambda x, y: x @ y])
+def test_blocks_of_other_entries_are_not_combined_block_by_block(combine: Callable):
+    """The same sizes, in another order, or of other entries of one parameter."""
+    M, space = definite(4, 2), ParameterSpace({"w": (4,), "x": (4,)})
+    even, odd = (Layout((ParameterView("w", (2,), (2,), k),)) for k in (0, 1))
+    first, last = (Layout((ParameterView("w", (2,), (1,), k),)) for k in (0, 2))
+    rest = [Layout((ParameterView("x", (2,), (1,), k),)) for k in (0, 2)]
+    blocks = [Kron(x) for x in M]
+    one = Blocks(blocks, space, [even, odd, *rest])
+    for layouts in ([odd, even, *rest], [first, last, *rest], [even, odd, *rest[::-1]]):
+        other = Blocks(blocks[::-1], space, layouts)
+        expected = combine(one.to_dense(), other.to_dense())
+        try:
+            found = combine(one, other)
+        except NotImplementedError:
+            continue
+        torch.testing.assert_close(found.to_dense(), expected)
 
 
 def test_equal_blocks():

@@ -179,6 +179,11 @@ G @ torch.ones(6)
 curvlinops.eigsh(G, 1)
 assert "torch._decomp.decompositions_for_jvp" in sys.modules
 assert "torch._dynamo" not in sys.modules  # the compiler
+double = lambda x: 2 * x
+function = lambda x: torch.cond(x.sum() > 0, lambda x: x @ model.weight, double, (x,))
+H = curvlinops.HessianLinearOperator(function, torch.nn.MSELoss(), [model.weight], data)
+torch.testing.assert_close(H @ torch.ones(4), torch.full((4,), 2.0))
+assert "torch._dynamo" in sys.modules and torch.compile.__module__ == "torch"
 """
 
 

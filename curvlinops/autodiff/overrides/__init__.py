@@ -75,6 +75,9 @@ class Overrides(TorchFunctionMode):
             self._hooks.add("hook on a grad_fn")
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
+        if (kernel := torch_internals.kernel_in_python(func, args)) is not None:
+            with self:  # it calls functions of the model
+                return kernel(*args, **kwargs)
         return self._table.get(func, func)(*args, **kwargs)
 
 

@@ -35,7 +35,7 @@ class Protected:
 
     def check(self, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Refuse a call that writes to a parameter; only for calls of functions that write."""
-        if func.__name__ in _HARMLESS:
+        if func.__name__ in _HARMLESS or (func.__name__ == "__set__" and _is_given(*args)):
             return
         for tensor in written(func, args, kwargs):
             # where autograd records, it refuses to write to parameters and their views itself
@@ -74,6 +74,14 @@ class Protected:
         by_address = {address_of(x): name for name, x in found.items()}
         by_address.pop(None, None)
         return {id(x): name for name, x in found.items()}, by_address
+
+
+def _is_given(tensor: Tensor, value: Any) -> bool:
+    """Return whether a tensor is given the very memory that it has, as by ``module.to(dtype)``."""
+    if not isinstance(value, Tensor) or None in (address := [*map(address_of, (tensor, value))]):
+        return False
+    same = [(x.dtype, x.shape, x.stride(), x.storage_offset()) for x in (tensor, value)]
+    return address[0] == address[1] and same[0] == same[1]
 
 
 def _spelt(func: Callable) -> str:

@@ -29,9 +29,10 @@ _COUPLED = (
     "that its hooks and custom functions make of it, so that"
 )
 _EXCEPTIONS = (
-    "If only a sample's place in the batch matters, as for noise that the model draws with a seed "
-    "of its own, or if a tensor in X that all samples share has as many entries as the batch has "
-    "samples, pass check_deterministic=False."
+    "If a tensor in X that all samples share has as many entries as the batch has samples, such as "
+    "a grid of points, make it a buffer of the model. If only a sample's place in the batch "
+    "matters, as for noise that the model draws with a seed of its own, pass "
+    "check_deterministic=False."
 )
 
 COUPLED = (

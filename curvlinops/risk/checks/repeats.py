@@ -126,7 +126,9 @@ def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor])
     """
     found = {}
 
-    def reduce(name: str, gradient: Tensor) -> Tensor:
+    def reduce(name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # the user's function has returned none
+            return None
         found[name] = sketch(gradient)
         return stand_in(gradient)
 
