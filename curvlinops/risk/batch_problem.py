@@ -236,7 +236,7 @@ class BatchProblem:
                     check_graph(nodes, self.model, leaves)
                     self.functions.note(nodes, output)
             yield Recording(evaluation, leaves, output)
-        if self.risk.checks and self.functions.are_any:
+        if self.risk.checks and self.functions.names:
             self.check_backward(self.functions.operations)
 
     def learn_from(

@@ -131,15 +131,15 @@ class UserFunctions:
             self.precisions |= precisions(nodes, output)
 
     @property
-    def are_any(self) -> bool:
-        """Whether the graph has some."""
-        return bool(self._names or self._facts.hooks)
+    def names(self) -> list[str]:
+        """Their names."""
+        return sorted(self._names | self._facts.hooks)
 
     @property
     def uncompared(self) -> list[str]:
         """Their names, if the graph is new."""
         are_known = self._are_compared or self.operations in self._facts.compared
-        return [] if are_known else sorted(self._names | self._facts.hooks)
+        return [] if are_known else self.names
 
     @contextmanager
     def keeping_graph(self, output: Tensor) -> Iterator[bool]:
