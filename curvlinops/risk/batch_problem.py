@@ -74,17 +74,9 @@ class BatchProblem:
         return self.risk.ranks.number(self.batch.index)
 
     @property
-    def num_samples(self) -> int:
-        """The number of samples in the batch."""
-        return self.risk.data.samples.count(self.batch.X, self.batch.index)
-
-    @property
     def evident_samples(self) -> int | None:
         """The number of samples in the batch, ``None`` if its tensors do not show it."""
-        try:
-            return self.num_samples
-        except ValueError:
-            return None
+        return self.risk.data.samples.evident(self.batch.X, self.batch.index)
 
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to, see ``Samples``."""
