@@ -90,9 +90,9 @@ def check(problem: Any, seen: Any) -> None:
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
-    if model.shards:  # processes meet here alone: in products, each has its own batches
-        if seen.runs_users_code:
-            check_gradients(problem)
+    if seen.runs_users_code:
+        check_gradients(problem)
+    if model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
     own = chain(*((*root.parameters(), *root.buffers()) for root in model.roots))
