@@ -61,8 +61,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     the gradient of ``loss(model(x_n), y_n)`` alone, and the gradient of the risk is
     ``op.T @ ones / N``: the mean of the rows, not their sum. Ignored targets contribute zero.
 
-    N is the number of the output's rows. If samples have equally many neighboring rows, such as
-    tokens, it is the length of the tensors in X, or ``batch_size_fn(X)``.
+    N is the number of the output's rows; of flattened outputs ``[N * T, C]``, it is
+    ``batch_size_fn(X)``.
 
     Norms, inner products and moments do not form the matrix if the layers have rules. Products form
     it only if the model can be differentiated only once. A loss that differentiates the output, or

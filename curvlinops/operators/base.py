@@ -62,7 +62,8 @@ class DataLinearOperator(TorchLinearOperator):
         num_data: Number of samples in ``data``, checked in each pass if given.
         block_sizes: Number of parameters (entries of ``params``) in each diagonal block. Default:
             one block, the full matrix.
-        batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis.
+        batch_size_fn: Number of samples of an X. Default: length of the tensors' first axis. For
+            gradients of samples, flattened outputs ``[N * T, C]`` need it.
         reduction: For a plain function as loss: ``"sum"`` or ``"mean"`` over samples. Default: the
             reduction of the loss module.
         cache: The memory for what products share inside of ``linearized()``: a number of bytes,

@@ -74,17 +74,9 @@ class BatchProblem:
         return self.risk.ranks.number(self.batch.index)
 
     @property
-    def num_samples(self) -> int:
-        """The number of samples in the batch."""
-        return self.risk.data.samples.count(self.batch.X, self.batch.index)
-
-    @property
     def evident_samples(self) -> int | None:
         """The number of samples in the batch, ``None`` if its tensors do not show it."""
-        try:
-            return self.num_samples
-        except ValueError:
-            return None
+        return self.risk.data.samples.evident(self.batch.X, self.batch.index)
 
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to, see ``Samples``."""
@@ -168,6 +160,9 @@ class BatchProblem:
     def check_backward(self, operations: int) -> None:
         """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
 
+        Processes that evaluate a sharded model together may have unequal batches: they compare the
+        first one only, at construction.
+
         Args:
             operations: A hash of the graph's operations. The backward pass runs the user's code.
         """
@@ -236,7 +231,10 @@ class BatchProblem:
                     check_graph(nodes, self.model, leaves)
                     self.functions.note(nodes, output)
             yield Recording(evaluation, leaves, output)
-        if self.risk.checks and self.functions.are_any:
+        is_checked = (
+            self.risk.facts.train_flags is not None
+        )  # construction looks for random numbers
+        if self.risk.checks and is_checked and self.functions.names:
             self.check_backward(self.functions.operations)
 
     def learn_from(

@@ -117,8 +117,7 @@ class UserFunctions:
 
     def __init__(self, facts: ModelFacts):
         self._facts, self._are_compared = facts, False
-        #: The names of these functions.
-        self.names = set[str]()
+        self._names = set[str]()
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
         #: A hash of the graph's operations.
@@ -129,19 +128,19 @@ class UserFunctions:
         hooks = self._facts.hooks
         self.operations = hash((self.operations, *(node.name() for node in nodes), *sorted(hooks)))
         if (found := custom_functions(nodes)) or hooks:
-            self.names |= found
+            self._names |= found
             self.precisions |= precisions(nodes, output)
 
     @property
-    def are_any(self) -> bool:
-        """Whether the graph has some."""
-        return bool(self.names or self._facts.hooks)
+    def names(self) -> list[str]:
+        """Their names."""
+        return sorted(self._names | self._facts.hooks)
 
     @property
     def uncompared(self) -> list[str]:
         """Their names, if the graph is new."""
         are_known = self._are_compared or self.operations in self._facts.compared
-        return [] if are_known else sorted(self.names | self._facts.hooks)
+        return [] if are_known else self.names
 
     @contextmanager
     def keeping_graph(self, output: Tensor) -> Iterator[bool]:

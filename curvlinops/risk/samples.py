@@ -48,6 +48,12 @@ class Samples:
             )
         return sizes.pop()
 
+    def evident(self, X: Any, index: int) -> int | None:
+        """Return the number of samples in the batch of this index, ``None`` if it is not known."""
+        with suppress(ValueError):
+            return self.count(X, index)
+        return None
+
     def check_rows(self, X: Any, y: Any, num_rows: int) -> None:
         """Refuse an output with fewer rows than targets, such as the mean over all samples.
 
@@ -60,9 +66,8 @@ class Samples:
         sizes = _first_axes(y)
         if len(sizes) != 1 or num_rows >= min(sizes):
             return
-        with suppress(ValueError):
-            if self.count(X, 0) == num_rows:
-                return
+        if self.evident(X, 0) == num_rows:
+            return
         raise ValueError(
             f"the model's output has a first axis of length {num_rows}, its target one of length "
             f"{sizes.pop()}. Let the model return a row for each sample, such as its logits, and "
@@ -80,10 +85,7 @@ class Samples:
         Raises:
             ValueError: If there are more rows than samples otherwise.
         """
-        try:
-            num_samples = self.count(X, index)
-        except ValueError:
-            return num_rows
+        num_samples = self.evident(X, index)
         if not num_samples or num_rows <= num_samples:
             return num_rows
         shapes = [x.shape for x in leaves(X) if has_length(x, num_samples) and x.ndim > 1]

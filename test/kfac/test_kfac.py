@@ -427,7 +427,8 @@ def flat_tokens() -> Problem:
     """A problem in which the output's rows are those of all samples."""
     p = problems.make("tokens-mse-mean")
     data = [(X, y.flatten(0, 1)) for X, y in p.data]
-    return replace(p, model=nn.Sequential(p.model, nn.Flatten(0, 1)), data=data)
+    model = nn.Sequential(p.model, nn.Flatten(0, 1))
+    return replace(p, model=model, data=data, batch_size_fn=len)
 
 
 @pytest.mark.parametrize("make", [lambda: problems.make("mlp-ce-mean"), flat_tokens])

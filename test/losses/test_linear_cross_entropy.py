@@ -214,6 +214,9 @@ def test_heads_that_are_more_than_a_product(change: Callable, kind: type, dtype:
     args = Using(hidden, **made), LinearCrossEntropyLoss(made["head"])
     with pytest.raises(ValueError, match="the head returns others"):
         kind(*args, list(made["layer"].parameters()), batches()) @ torch.ones(20)
+    X, y = batches()[0]
+    with pytest.raises(ValueError, match="the head returns others"):  # in training, too
+        args[1](args[0](X), y)
 
 
 @pytest.mark.parametrize("change", [logger, pruned])

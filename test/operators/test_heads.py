@@ -156,14 +156,15 @@ def test_closed_forms(name: str, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"curvlinops.operators.{place}.head_of", noted)
 
     def results() -> list[Tensor]:
-        diagonal = GGNDiagonalLinearOperator(*arguments)
+        diagonal = GGNDiagonalLinearOperator(*arguments, batch_size_fn=len)
         found, joint = [matrix(diagonal), diagonal.trace()], {"separate_weight_and_bias": False}
         for cls in (KFACLinearOperator, EKFACLinearOperator):
             # random signs of different roots differ
             exact = {"fisher_type": "type-2", "exact": name == "flat positions"}
             reduce = {"fisher_type": "type-2", "exact": True, "kfac_approx": "reduce", **joint}
             for options in (exact, reduce):
-                found.append(matrix(cls(*arguments, fallback="diagonal", **options)))
+                options |= {"fallback": "diagonal", "batch_size_fn": len}
+                found.append(matrix(cls(*arguments, **options)))
         return found
 
     monkeypatch.setattr(vectors, "FEW_OUTPUTS", 10**9)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.backward import vjp
-from curvlinops.support.autograd_graph import graph_nodes, precisions
+from curvlinops.support.autograd_graph import custom_functions, graph_nodes, precisions
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import has_length, leaves
 from curvlinops.support.torch_internals import strided_tensors
@@ -91,9 +91,9 @@ def check(problem: Any, seen: Any) -> None:
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
-    if model.shards:  # processes meet here alone: in products, each has its own batches
-        if seen.runs_users_code:
-            check_gradients(problem)
+    if seen.runs_users_code:
+        check_gradients(problem)
+    if model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
     own = chain(*((*root.parameters(), *root.buffers()) for root in model.roots))
@@ -103,9 +103,9 @@ def check(problem: Any, seen: Any) -> None:
         known.add(seen.operations)
 
 
-def interaction(problem: Any) -> ValueError:
+def interaction(problem: Any, where: str = "") -> ValueError:
     """Return the error that samples interact."""
-    return ValueError(COUPLED if problem.risk.per_sample else COUPLED_BATCHES)
+    return ValueError((COUPLED if problem.risk.per_sample else COUPLED_BATCHES) + where)
 
 
 def _may_interact(problem: Any) -> bool:
@@ -155,7 +155,7 @@ def _couples(problem: Any, output: Tensor, start: int, num: int, taken: int) -> 
     size = len(output) // num_samples
     rows = problem.output_alone(slice(start, start + taken), num_samples)
     if rows is None:
-        return num_samples <= 3 and taken == num
+        return size == 1 and num_samples <= 3 and taken == num
     if rows.shape[1:] != output.shape[1:]:  # a number for each pair of samples?
         axes = [taken if n == num_samples else n for n in output.shape[1:]]
         return len(rows) == taken and list(rows.shape[1:]) == axes
@@ -171,19 +171,21 @@ def check_gradients(problem: Any) -> bool:
     """
     if _may_interact(problem):
         return False
-    couples, is_complete = couples_gradients(problem)
-    if couples:
-        raise interaction(problem)
+    names, is_complete = couples_gradients(problem)
+    if names:
+        where = f" (They meet in the backward pass, in one of {', '.join(names)}.)"
+        raise interaction(problem, where)
     return is_complete
 
 
-def couples_gradients(problem: Any) -> tuple[bool, bool]:
-    """Return whether samples meet in the backward pass, and whether no gradient is zero.
+def couples_gradients(problem: Any) -> tuple[list[str], bool]:
+    """Return the user's code in whose backward pass samples meet, and if no gradient is zero.
 
     The gradient of a random function of the output must be the sum of that of the first sample, and
     of that of the others, without the rest of their batch. Where the batch cannot be cut, it is.
     """
     num_samples, u, dtypes = problem.evident_samples or 0, list[Tensor](), set[torch.dtype]()
+    names = set[str]()
 
     def gradient(samples: slice) -> Mapping[str, Tensor] | None:
         leaves = problem.leaves()
@@ -194,18 +196,20 @@ def couples_gradients(problem: Any) -> tuple[bool, bool]:
             rows = torch.cat(u[samples])
             if output.shape != rows.shape:
                 return None
-            dtypes.update((output.dtype, *precisions(graph_nodes(output), output)))
+            nodes = graph_nodes(output)
+            names.update(custom_functions(nodes), problem.risk.facts.hooks)
+            dtypes.update((output.dtype, *precisions(nodes, output)))
             grads = vjp({"": output}, {"": rows}, leaves, retain=False)
             return {name: wide(x.detach()) for name, x in grads.items() if x is not None}
 
         return problem.output_alone(samples, num_samples, of, leaves)
 
     if num_samples < 2:
-        return False, False
+        return [], False
     ends = slice(0, num_samples), slice(0, 1), slice(1, num_samples)
     grads = [*map(gradient, ends)]
     if None in grads:
-        return False, False
+        return [], False
     dtypes.update(x.dtype for x in problem.model.params.values())
     tolerance, errors = max(_tolerance(dtype, u[0]) for dtype in dtypes), list[tuple]()
     for name in set().union(*grads):
@@ -214,7 +218,7 @@ def couples_gradients(problem: Any) -> tuple[bool, bool]:
         errors.append((float(double_norm(whole - sum(parts))), sum(sizes), sizes[0]))
     slack = 0.01 * max((size for _, size, _ in errors), default=0.0)  # zero but for rounding
     couples = any(error > tolerance * (size + slack) for error, size, _ in errors)
-    return couples, all(size for *_, size in errors)
+    return sorted(names) if couples else [], all(size for *_, size in errors)
 
 
 def _randn_like(x: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""Compares products through graphs with custom autograd functions, or hooks that change gradients.
-
-Hooks on tensors are seen, hooks on nodes (``grad_fn.register_hook``) are not.
-"""
+"""Compares products through graphs with custom autograd functions, or hooks on gradients."""
 
 from collections.abc import Callable, Mapping
 
