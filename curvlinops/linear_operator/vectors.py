@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.support.arguments import LISTS, MAPPINGS
 
 #: Vectors of all kinds: arrays ``[D]`` or ``[D, K]``, or a tensor for each parameter.
@@ -76,7 +76,7 @@ def read(x: Any, space: ParameterSpace) -> tuple[Tensor, Write]:
         TypeError: If the vectors are complex, or of an unknown kind.
     """
     if isinstance(x, (LISTS, MAPPINGS)):
-        flat, write = _from_structure(x, space), _write_structure
+        flat, write = space.join_parts(read_tensors(x, space)), _write_structure
     elif isinstance(x, np.ndarray | Tensor):
         space.check_whole(
             "a flat array or tensor with a whole vector",
@@ -132,7 +132,15 @@ def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
+def read_tensors(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
+    """Read a list or dictionary of tensors ``[*shape]`` or ``[*shape, K]``, without copies.
+
+    Returns:
+        This process's parts of them by name, in the order of the space.
+
+    Raises:
+        ValueError: If names, shapes or numbers of columns do not fit.
+    """
     values = _by_name(x, space)
     for name, shape in space.shapes.items():
         if shape not in (values[name].shape, values[name].shape[:-1]):
@@ -148,8 +156,7 @@ def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
         raise ValueError(
             f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
-    parts = space.parts(values).items()
-    return space.join_parts({name: _from_tensor(value, space) for name, value in parts})
+    return {name: _from_tensor(x, space) for name, x in space.parts(values).items()}
 
 
 def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
@@ -191,13 +198,14 @@ def _check_real(is_complex: bool) -> None:
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
 
 
-def check_finite(columns: Tensor, space: ParameterSpace) -> None:
+def check_finite(columns: Tensor | Columns, space: ParameterSpace) -> None:
     """Refuse vectors that are not finite.
 
     Raises:
         ValueError: If a value is NaN or infinite.
     """
-    name = space.not_finite(columns)
+    is_flat = isinstance(columns, Tensor)
+    name = space.not_finite(columns) if is_flat else not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")
