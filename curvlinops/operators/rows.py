@@ -64,7 +64,7 @@ class RowsLinearOperator(DataLinearOperator):
     __matmul__: Product[Tensor]
 
     def __post_init__(self) -> None:
-        """Refuse process groups, too."""
+        """Refuse process groups, too: later checks would be those of several processes."""
         if self.process_group is not None:
             raise ValueError(
                 f"{type(self).__name__} has rows for the data of one process: omit process_group."
