@@ -151,6 +151,15 @@ class Batches:
             return len(self.data)
         return None
 
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples, ``None`` if only a pass over the data shows it."""
+        if isinstance(self.data, list | tuple):
+            with suppress(ValueError, TypeError):
+                return sum(self.samples.count(X, i) for i, (X, _) in enumerate(self.data))
+        counted = self._counts and isfinite(self._counts[1])
+        return int(self._counts[1]) if counted else self.num_data
+
     def describe(self) -> str:
         """Return the numbers of samples and batches in the last pass, for ``repr``."""
         if self._counts is None:

@@ -292,6 +292,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             if WEIGHT not in new.tensors:
                 raise ValueError("The data has no sample.")
             self.risk.scale(new.weight)  # raises if there is no term
+            new.num_samples = self._num_samples
         new.normalize(self.risk.scale)
         new.num_batches -= first
         for factors in passes(self._options, known is not None):
@@ -540,7 +541,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if parts:
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
+        sums.check_samples(source, self._num_samples)
         self._set_sums(self._placed(sums), is_mapped=directory is not None)
+
+    @property
+    def _num_samples(self) -> int | None:
+        """The number of samples in the data of all processes, which call it together, if known."""
+        numbers = self.risk.ranks.gather_objects(self.risk.data.num_samples)
+        return None if None in numbers else sum(numbers)
 
     @classmethod
     def from_state_dict(
