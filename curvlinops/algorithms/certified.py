@@ -1,8 +1,7 @@
 """Influence scores whose order is certain.
 
-With ``x`` near ``(G + d I)^-1 q``, the score of a row g is ``g^T x``, up to the product of the
-norms of g and of the error of x: ``|g| / sqrt(d)`` bounds the first in the norm of the inverse, and
-``Directions.errors`` the second in the norm of ``G + d I``. So one pass over the rows bounds all.
+With x near ``(G + d I)^-1 q``, the score of a row g is ``g^T x``, up to an error that is at most
+``|g|`` times a number that x alone decides. So one pass over the rows bounds the scores of all.
 """
 
 from typing import NamedTuple
@@ -78,7 +77,9 @@ def certified_scores(
     damping, top = check_damping(damping), min(check_count("top", top), every.shape[0])
     num_products = min(check_count("num_products", num_products, 2), matrix.shape[0])
     inverse, q = K.damped(damping).inverse(), every.read_rows(query)
-    estimates, norms = every @ inverse._multiply_rows(q).T, _norms(rows, every)
+    estimates = every @ inverse._multiply_rows(q).T
+    norms = rows.norms() if hasattr(rows, "norms") else every.operator.to_dense().norm(dim=1)
+    norms = norms.double()
     directions = Directions(matrix, q, matrix.space.norms(q), damping)
     # of queries of norm one, in all, and the widths of the intervals of rows of norm one
     scores, widths = torch.zeros_like(estimates, dtype=torch.float64), norms.new_zeros(len(q))
@@ -88,7 +89,7 @@ def certified_scores(
         directions.extend(inverse)
         if directions.m == 1 < num_products:
             continue  # the first product may not show the norm of the matrix
-        width, rounding = _widths(directions)
+        width, rounding = directions.errors()
         is_last, is_stuck = directions.m == num_products, width <= 2 * rounding
         if not is_last and bool((width > s.goal).logical_and(~is_stuck).all()):
             continue
@@ -105,22 +106,6 @@ def certified_scores(
     if every.is_vector(query):
         found, is_decided = [x[:, 0] for x in found], bool(is_decided)
     return CertifiedScores(*found, is_decided, directions.m)
-
-
-def _norms(rows: AnyMatrix, every: Matrix) -> Tensor:
-    """Return the norms of all rows, ``[N]``, in float64."""
-    if hasattr(rows, "norms"):
-        return rows.norms().double()
-    return every.operator.to_dense().double().norm(dim=1)
-
-
-def _widths(directions: Directions) -> tuple[Tensor, Tensor]:
-    """Return half of the widths of intervals of rows of norm one, ``[Q]``, and that of rounding."""
-    # products with rows are as accurate as those with the matrix
-    relative = max(directions.noise / (directions.norm or 1.0), directions.relative)
-    error, rounding = (x / directions.damping**0.5 for x in directions.errors())
-    of_rows = relative * directions.s.x.norm(dim=1)
-    return tuple((1 + relative) * (x + of_rows) for x in (error, rounding))
 
 
 def _enough(scores: Tensor, norms: Tensor, top: int) -> Tensor:

@@ -19,8 +19,8 @@ largest asymmetry ``|z_i^T A z_j - z_j^T A z_i|`` of the directions, or four tim
 of the projected matrix ``Z A Z^T``: of a positive semidefinite matrix, rounding alone makes these.
 So intervals become wider if a model rounds more inside (bfloat16, autocast, TF32).
 
-The error of x in the norm of ``A + d I`` is the root of ``r^T (A + d I)^-1 r``, with the residual
-``r = g - (A + d I) x``. The upper bound holds for this form, too.
+With the residual ``r = g - (A + d I) x``, the error of ``y^T x`` is ``y^T (A + d I)^-1 r``. It is
+at most ``|y| / sqrt(d)`` times the root of ``r^T (A + d I)^-1 r``, which has the upper bound above.
 """
 
 from collections.abc import Callable
@@ -364,16 +364,22 @@ class Directions:
         return combined(self.s.Z, self.s.x)
 
     def errors(self) -> tuple[Tensor, Tensor]:
-        """Return bounds of the errors of x in the norm of ``A + d I``, ``[K]``.
+        """Return bounds of ``|y^T (A + d I)^-1 g - y^T x|`` for vectors y of norm one, ``[K]``.
+
+        Products with y are as accurate as those with A.
 
         Returns:
-            The bounds, and how much smaller they would be without rounding.
+            The bounds, and how much rounding adds.
         """
-        s, overlaps = self.s, self.space.overlaps(self.s.V, self.s.residual)
+        s, root, size = self.s, self.damping**0.5, self.s.x.norm(dim=1)
+        overlaps = self.space.overlaps(s.V, s.residual)
         rest = s.residual - combined(s.V, overlaps)
         form, rounding = self._bound(overlaps.double().cpu(), rest, 0.0)
-        of_x = (self.noise * s.x.norm(dim=1) + s.unit) / self.damping**0.5
-        return form.sqrt() + of_x, form.sqrt() - (form - rounding).sqrt() + of_x
+        relative = max(self.noise / (self.norm or 1.0), self.relative)
+        of_x = (self.noise * size + s.unit) / self.damping + relative * size
+        without = (form - rounding).sqrt() / root
+        bound = (1 + relative) * (form.sqrt() / root + of_x)
+        return bound, bound - without
 
     def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return lower and upper bounds, and how much rounding widens each interval, ``[K]``."""

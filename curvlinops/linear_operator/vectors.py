@@ -86,8 +86,10 @@ def read(x: Any, space: ParameterSpace) -> tuple[Tensor, Write]:
         is_array = isinstance(x, np.ndarray)
         flat, write = (_from_numpy if is_array else _from_tensor)(x, space), _write_array
         if flat.ndim not in (1, 2) or len(flat) != space.dim:
+            hint = " Python reads A @ [x] * D as (A @ [x]) * D." if x.shape == (1,) else ""
             raise ValueError(
                 f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
+                f"{hint}"
             )
     else:
         raise TypeError(
