@@ -1,7 +1,6 @@
 """Arguments that are numbers or choices: of all kinds, and refused in words."""
 
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -227,23 +226,6 @@ def test_options_are_checked_before_the_model_is_called(kind: type, options: dic
 def test_an_option_that_begins_like_an_unknown_one_is_meant():
     with pytest.raises(TypeError, match="Did you mean 'check_deterministic'"):
         on_data(c.HessianLinearOperator, check=False)
-
-
-@pytest.mark.parametrize(
-    ("X", "remedy"),
-    [
-        (torch.ones(4, 3).numpy(), r"torch.as_tensor\(X\)"),
-        (torch.ones(4, 3).tolist(), r"torch.as_tensor\(X\)"),
-        (torch.ones(4, 3).double(), r"Parameters are of torch.float32: pass X.to\(dtype\)"),
-    ],
-    ids=["NumPy", "list", "float64"],
-)
-def test_inputs_that_the_model_does_not_take(X: Any, remedy: str):
-    model = nn.Linear(3, 2)
-    arguments = model, nn.CrossEntropyLoss(), list(model.parameters())
-    with pytest.raises((TypeError, RuntimeError)) as caught:
-        c.HessianLinearOperator(*arguments, [(X, torch.zeros(4, dtype=torch.int64))])
-    assert re.search(remedy, "".join(caught.value.__notes__))
 
 
 def test_lists_of_numbers_are_vectors():
