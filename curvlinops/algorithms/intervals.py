@@ -18,6 +18,9 @@ times the largest norm of a product with a unit vector. If they are larger, it i
 largest asymmetry ``|z_i^T A z_j - z_j^T A z_i|`` of the directions, or four times the negative part
 of the projected matrix ``Z A Z^T``: of a positive semidefinite matrix, rounding alone makes these.
 So intervals become wider if a model rounds more inside (bfloat16, autocast, TF32).
+
+With the residual ``r = g - (A + d I) x``, the error of ``y^T x`` is ``y^T (A + d I)^-1 r``. It is
+at most ``|y| / sqrt(d)`` times the root of ``r^T (A + d I)^-1 r``, which has the upper bound above.
 """
 
 from collections.abc import Callable
@@ -216,30 +219,20 @@ def _enclose(
 
     The norms ``rounded`` of what the rows were computed from tell how accurate they are.
     """
-    damping, rtol = check_number("damping", damping), check_number("rtol", rtol, 0)
-    if not 0 < damping or not isfinite(damping):
-        raise ValueError(
-            f"damping must be positive and finite, got {damping}. The upper bound needs that."
-        )
+    damping, rtol = check_damping(damping), check_number("rtol", rtol, 0)
     num_products = min(check_count("num_products", num_products, 2), matrix.shape[0])
     check_callback(callback)
     approximate = read_preconditioner(preconditioner, matrix)
-    operator, space = matrix.operator, matrix.space
+    operator = matrix.operator
     operator.domain.check_compatible(operator.codomain)
-    sizes = check_sizes(space, rows)
-    squares = sizes.square()
+    directions, iteration = Directions(matrix, rows, rounded, damping), 0
+    squares = directions.sizes.square()
     if not is_log and (values := _exact(operator, rows, damping)) is not None:
         return combine(Interval(values, values.clone(), 0))
     found = Interval(torch.zeros_like(squares), squares / damping, 0)
-    index, iteration = sizes.nonzero().squeeze(1), 0
-    units = scaled(1 / sizes[index], rows[index])
-    rounded = (rounded[index] / sizes[index]).cpu()
-    directions = _Directions(matrix, units, rounded, index.cpu(), damping)
     while len(directions.s.index) and directions.m < num_products:
         directions.extend(approximate)
-        low, high, rounding = directions.bounds()
-        if is_log:
-            low, high, rounding = directions.bounds_of_log()
+        low, high, rounding = directions.bounds_of_log() if is_log else directions.bounds()
         if directions.m == 1 < num_products:
             continue  # the first product may not show the norm of the matrix
         index, iteration = directions.s.index.to(squares.device), iteration + 1
@@ -261,6 +254,16 @@ def _enclose(
     return combine(found)
 
 
+def check_damping(damping: float) -> float:
+    """Return a damping that the upper bound can be computed with."""
+    damping = check_number("damping", damping)
+    if not 0 < damping or not isfinite(damping):
+        raise ValueError(
+            f"damping must be positive and finite, got {damping}. The upper bound needs that."
+        )
+    return damping
+
+
 def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tensor | None:
     """Return the quadratic forms of an operator whose structure has an inverse."""
     if not operator._has_structure:
@@ -272,45 +275,49 @@ def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tenso
     return operator.domain.dots(rows, inverse._multiply_columns(rows))
 
 
-class _Directions:
-    """Directions z of K unit vectors g, their products, and the bounds that these give.
+class Directions:
+    """Directions z of K vectors g that are scaled to norm one, their products, and what they give.
 
     Args:
         matrix: The matrix A.
-        rows: The vectors g, ``[K, D]``.
-        rounded: The norms of what they were computed from, ``[K]``, on the CPU.
-        index: Their numbers, ``[K]``, on the CPU.
+        rows: The vectors, ``[K, D]``. Those that are zero are left out.
+        rounded: The norms of what they were computed from, ``[K]``.
         damping: The damping d.
 
     Attributes:
-        s: The state, of which ``keep`` keeps some vectors. ``Z`` and ``V`` are orthonormal bases of
-            the directions and of their products, ``[K, m, D]``; ``residual`` is
-            ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span of V, ``[K, D]``.
-            On the CPU are ``S = Z A Z^T``, ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``,
-            ``[K, m, m]``, ``b = Z g`` and ``t = V g``, ``[K, m]``, and ``unit``, the error of g,
+        sizes: The norms of the vectors, ``[K]``.
+        m: The number of directions of each vector.
+        noise: The largest error that a product with a unit vector is assumed to have.
+        norm: The largest norm of a product with a unit vector.
+        s: The state, of which ``keep`` keeps some vectors. ``index`` has their numbers, ``Z`` and
+            ``V`` are orthonormal bases of the directions and of their products, ``[K, m, D]``,
+            ``residual`` is ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span
+            of V, ``[K, D]``. On the CPU are ``S = Z A Z^T``, its ``values`` and ``vectors``,
+            ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``, ``[K, m, m]``, ``b = Z g``,
+            ``t = V g`` and the coefficients ``x``, ``[K, m]``, and ``unit``, the error of g,
             ``[K]``.
     """
 
-    def __init__(
-        self,
-        matrix: Matrix,
-        rows: Tensor,
-        rounded: Tensor,
-        index: Tensor,
-        damping: float,
-    ):
+    def __init__(self, matrix: Matrix, rows: Tensor, rounded: Tensor, damping: float):
         self.matrix, self.space, self.damping = matrix, matrix.space, damping
-        self.eps, self.m = torch.finfo(matrix.dtype).eps, 0
-        #: The largest norm of a product, and the largest asymmetry.
-        self.norm = self.asymmetry = 0.0
+        self.sizes = check_sizes(self.space, rows)
+        index = self.sizes.nonzero().squeeze(1)
+        rows, rounded = scaled(1 / self.sizes[index], rows[index]), (rounded / self.sizes)[index]
+        #: The assumed error of a product, relative to the largest norm of one.
+        self.relative, self.m = _PRODUCT * torch.finfo(matrix.dtype).eps, 0
+        self.norm = self.noise = self._asymmetry = 0.0
         none = rows.new_empty(len(rows), 0, rows.shape[1])
         empty = torch.zeros(len(rows), 0, 0, dtype=torch.float64, device="cpu")
-        self.s = Systems(index=index, unit=_PRODUCT * self.eps * rounded)
+        self.s = Systems(index=index.cpu(), unit=self.relative * rounded.cpu())
         vars(self.s).update(g=rows, residual=rows, rest=rows, Z=none, V=none)
         vars(self.s).update(S=empty, R=empty, P=empty, b=empty.sum(2), t=empty.sum(2))
 
     def extend(self, preconditioner: TorchLinearOperator | None) -> None:
-        """Multiply the next direction of each vector."""
+        """Multiply the next direction of each vector, and find the best x in their span.
+
+        Raises:
+            ValueError: If the matrix is not symmetric, or not positive semidefinite.
+        """
         s, m, space = self.s, self.m, self.space
         # after the product with a product, the norm of the matrix is known
         z = s.V[:, 0] if m == 1 else s.residual
@@ -331,40 +338,72 @@ class _Directions:
         t = space.dots(v, s.rest)
         s.t[:, m], s.rest = t.cpu(), add_scaled(s.rest, -t, v)
         self.m = m + 1
+        self._solve()
 
-    def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return lower and upper bounds, and how much wider rounding makes each interval, ``[K]``.
-
-        Raises:
-            ValueError: If the matrix is not symmetric, or not positive semidefinite.
-        """
-        s, m, d = self.s, self.m, self.damping
-        R, S, b, t = s.R, s.S, s.b, s.t
-        noise, S = self._noise(R, S), (S + S.mT) / 2
-        values, vectors = torch.linalg.eigh(S)
-        negative = -float(values.min())
+    def _solve(self) -> None:
+        """Find the best x, its residual, and how large the errors of products are."""
+        s, d = self.s, self.damping
+        noise = self._noise(s.R, s.S)
+        s.values, s.vectors = torch.linalg.eigh((s.S + s.S.mT) / 2)
+        negative = -float(s.values.min())
         # smaller ones may be rounding, and widen the interval
-        if negative > _NEGATIVE * noise and m >= min(2, self.matrix.shape[0]):
+        if negative > _NEGATIVE * noise and self.m >= min(2, self.matrix.shape[0]):
             raise ValueError(
                 f"The matrix is not positive semidefinite: it has an eigenvalue of {-negative:.1e} "
                 "or less. Without that, there are no bounds. Take a Gauss-Newton matrix instead of "
                 "a Hessian."
             )
-        noise, values = max(noise, _FROM_SIGNS * negative), values.clamp(min=0.0)
-        # any x and y give bounds; these are the best
-        x = _multiply(vectors, _multiply(vectors.mT, b) / (values + d))
-        roots = (values * d).sqrt().unsqueeze(2) * vectors.mT
-        stacked = torch.cat([R, roots], 1), torch.cat([t, torch.zeros_like(t)], 1).unsqueeze(2)
+        self.noise, s.values = max(noise, _FROM_SIGNS * negative), s.values.clamp(min=0.0)
+        s.x = _multiply(s.vectors, _multiply(s.vectors.mT, s.b) / (s.values + d))
+        s.residual = s.g - combined(s.V, _multiply(s.R, s.x)) - combined(s.Z, d * s.x)
+
+    def solutions(self) -> Tensor:
+        """Return the best x, ``[K, D]``."""
+        return combined(self.s.Z, self.s.x)
+
+    def errors(self) -> tuple[Tensor, Tensor]:
+        """Return bounds of ``|y^T (A + d I)^-1 g - y^T x|`` for vectors y of norm one, ``[K]``.
+
+        Products with y are as accurate as those with A.
+
+        Returns:
+            The bounds, and how much rounding adds.
+        """
+        s, root, size = self.s, self.damping**0.5, self.s.x.norm(dim=1)
+        overlaps = self.space.overlaps(s.V, s.residual)
+        rest = s.residual - combined(s.V, overlaps)
+        form, rounding = self._bound(overlaps.double().cpu(), rest, 0.0)
+        relative = max(self.noise / (self.norm or 1.0), self.relative)
+        of_x = (self.noise * size + s.unit) / self.damping + relative * size
+        without = (form - rounding).sqrt() / root
+        bound = (1 + relative) * (form.sqrt() / root + of_x)
+        return bound, bound - without
+
+    def bounds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return lower and upper bounds, and how much rounding widens each interval, ``[K]``."""
+        s, d, size = self.s, self.damping, self.s.x.norm(dim=1)
+        lower = 2 * _dots(s.b, s.x) - _dots(s.x, _multiply(s.S, s.x)) - d * size**2
+        doubt = self.noise * size**2 + s.unit * size * (1 + d * size)
+        upper, rounding = self._bound(s.t, s.rest, s.unit)
+        return (lower - doubt).clamp(min=0.0), upper, doubt + rounding
+
+    def _bound(self, t: Tensor, rest: Tensor, error: Tensor | float) -> tuple[Tensor, Tensor]:
+        """Return upper bounds of the forms of vectors, and how much rounding adds, ``[K]``.
+
+        Args:
+            t: The overlaps of the vectors with V, ``[K, m]``.
+            rest: The parts of the vectors outside of the span of V, ``[K, D]``.
+            error: The errors of the vectors.
+        """
+        s, d, noise = self.s, self.damping, self.noise
+        # any y gives a bound; this is the best
+        roots = (s.values * d).sqrt().unsqueeze(2) * s.vectors.mT
+        stacked = torch.cat([s.R, roots], 1), torch.cat([t, torch.zeros_like(t)], 1).unsqueeze(2)
         y = torch.linalg.lstsq(*stacked, driver="gelsd").solution.squeeze(2)
-        s.residual = s.g - combined(s.V, _multiply(R, x)) - combined(s.Z, d * x)
-        size_x, size_y = x.norm(dim=1), y.norm(dim=1)
-        lower = 2 * _dots(b, x) - _dots(x, _multiply(S, x)) - d * size_x**2
-        doubt = noise * size_x**2 + s.unit * size_x * (1 + d * size_x)
-        outside = torch.hypot(self.space.norms(s.rest).cpu(), (t - _multiply(R, y)).norm(dim=1))
-        energy = _dots(y, _multiply(S, y))
-        upper = (outside + noise * size_y + s.unit) ** 2 / d + energy + noise * size_y**2
-        rounding = doubt + upper - outside**2 / d - energy
-        return (lower - doubt).clamp(min=0.0), upper, rounding
+        size, energy = y.norm(dim=1), _dots(y, _multiply(s.S, y))
+        outside = torch.hypot(self.space.norms(rest).cpu(), (t - _multiply(s.R, y)).norm(dim=1))
+        form = (outside + noise * size + error) ** 2 / d + energy + noise * size**2
+        return form, form - outside**2 / d - energy
 
     def bounds_of_log(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return bounds of the forms of ``log(A + d I)``, and the widths of rounding, ``[K]``.
@@ -376,10 +415,7 @@ class _Directions:
         s, m, d, overlaps = self.s, self.m, self.damping, self.space.overlaps
         s.P[:, -1] = overlaps(s.Z, s.V[:, -1]).double().cpu()
         s.P[:, :, -1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
-        R, S, P = s.R, s.S, s.P
-        values, vectors = torch.linalg.eigh((S + S.mT) / 2)
-        noise = max(self._noise(R, S), -_FROM_SIGNS * float(values.min()))
-        values = values.clamp(min=0.0)
+        R, P, values, vectors, noise = s.R, s.P, s.values, s.vectors, self.noise
         upper = _dots(vectors[:, 0] ** 2, (values + d).log())  # the first direction is g
         # of A + shift I, whose projection stays positive; in the span of V, and of Z outside
         shift = max(noise, torch.finfo(torch.float64).tiny)
@@ -399,13 +435,13 @@ class _Directions:
     def _noise(self, R: Tensor, S: Tensor) -> float:
         """Return the largest error that a product with a unit vector is assumed to have."""
         self.norm = max(self.norm, float(R.norm(dim=1).max()))
-        self.asymmetry = max(self.asymmetry, float((S - S.mT).abs().max()))
-        if not self.matrix.operator.self_adjoint and self.asymmetry > ASYMMETRY * self.norm:
+        self._asymmetry = max(self._asymmetry, float((S - S.mT).abs().max()))
+        if not self.matrix.operator.self_adjoint and self._asymmetry > ASYMMETRY * self.norm:
             raise ValueError(
                 "Quadratic forms need a symmetric matrix, and this one is not symmetric. Take the "
                 "symmetric part (A + A.T) / 2."
             )
-        return max(_PRODUCT * self.eps * self.norm, _FROM_SIGNS * self.asymmetry)
+        return max(self.relative * self.norm, _FROM_SIGNS * self._asymmetry)
 
 
 def _multiply(matrices: Tensor, x: Tensor) -> Tensor:

@@ -85,11 +85,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
 
     _per_sample = True
 
-    def __post_init__(self) -> None:
-        """Check the operator's own options, too."""
+    def _check_options(self) -> None:
         check_choice("terms", self.terms, ("term", "sample"))
         self._fallbacks: dict[str, str] = {}
-        super().__post_init__()
+        self._wanted: Tensor | None = None  # rows, in their order
+        if self.subsampling is not None:
+            self._wanted = row_indices(self.subsampling, self.risk.space.device)
         if len(self._blocks) > 1:
             raise ValueError("A matrix of gradients has no diagonal blocks: omit block_sizes.")
 
@@ -106,7 +107,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._shapes: list[tuple[torch.Size, ...]] = []  # of each batch's tensors
         self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
         self._all = self._rows()
-        rows = self._all if self.subsampling is None else self._select(self.subsampling)
+        rows = self._all if self._wanted is None else self._select(self._wanted)
         return self.risk.space, rows, False
 
     # --- subsampling
@@ -115,16 +116,15 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         self._shapes.append(shapes_of(problem))
         return super()._rows_shape(problem, output)
 
-    def _select(self, subsampling: Iterable[int] | Tensor) -> ParameterSpace:
+    def _select(self, wanted: Tensor) -> ParameterSpace:
         """Find the batches that have wanted rows, and return the space of these rows."""
         everything, device = self._all, self._all.device
-        wanted = row_indices(subsampling, device)
         check_indices(wanted, everything.dim)
         lengths = torch.tensor(self._lengths, device=device)
         has_wanted = torch.zeros(len(lengths), dtype=torch.bool, device=device)
         has_wanted[torch.searchsorted(lengths.cumsum(0), wanted, right=True)] = True
         is_kept = has_wanted.repeat_interleave(lengths)
-        self._has_wanted, self._wanted = has_wanted.tolist(), wanted
+        self._has_wanted = has_wanted.tolist()
         self._indices = (is_kept.cumsum(0) - 1)[wanted]
 
         def of(dim: int) -> ParameterSpace:
@@ -313,7 +313,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         rows = {
             "number of rows": self.shape[0],
             "terms": self.terms,
-            "subsampling": None if self._indices is None else checksum(self._wanted.cpu()),
+            "subsampling": None if self._wanted is None else checksum(self._wanted.cpu()),
         }
         return key_of(self, rows | dict(options))
 

@@ -22,7 +22,7 @@ def preconditioned(
     K: TorchLinearOperator,
     relative_damping: float = 0.1,
     rank: int | None = None,
-) -> Tensor | LowRankColumns:
+) -> dict[str, Tensor] | LowRankColumns:
     """Return the queries' gradients g times the damped inverse, ``(K + d I)^-1 g``.
 
     The damping d is ``relative_damping`` times the mean eigenvalue of K. Inner products with the
@@ -38,7 +38,8 @@ def preconditioned(
             K once.
 
     Returns:
-        ``[D, Q]`` for Q queries; with ``rank``, what ``low_rank`` returns.
+        A tensor ``[*shape, Q]`` for each parameter by name, for Q queries: also for operators that
+        have the parameters in another order. With ``rank``, what ``low_rank`` returns.
 
     Raises:
         ValueError: If K has other parameters, or is singular without damping; if parameters are
@@ -46,7 +47,7 @@ def preconditioned(
     """
     inverse = _damped_inverse(queries, K, relative_damping)
     if rank is None or not queries.shape[0]:
-        P = inverse @ queries.dense().T
+        P = queries.domain.split(inverse @ queries.dense().T)
         return P if rank is None else queries.low_rank(P, rank)
     parts, order = [], []
     for places, gradients in _dense(queries):

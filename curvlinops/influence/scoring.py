@@ -10,9 +10,10 @@ from torch import Tensor
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.row_files import RowFiles
 from curvlinops.layers.gradients import LowRank
-from curvlinops.linear_operator.vectors import is_followed, read
+from curvlinops.linear_operator.vectors import check_finite, is_followed, read, read_tensors
 from curvlinops.operators.sample_rows import products, products_by_position, shape_of
 from curvlinops.risk.batch_problem import BatchProblem
+from curvlinops.support.arguments import LISTS, MAPPINGS
 from curvlinops.support.keys import Key, of_tensors
 
 NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach these."
@@ -27,8 +28,14 @@ def vectors_of(rows: Any, P: Any) -> tuple[Vectors, bool]:
         if P.shapes != dict(rows.domain.shapes):
             raise ValueError("The vectors of low rank are of other parameters than the rows.")
         return P.columns, P.is_vector
-    given = read(P, rows.domain)
-    return rows.domain.views(given.columns), given.is_single
+    if not isinstance(P, (LISTS, MAPPINGS)):
+        given = read(P, rows.domain)
+        return rows.domain.views(given.columns), given.is_single
+    tensors, shapes = read_tensors(P, rows.domain), rows.domain.local_shapes
+    is_vector = all(len(shapes[name]) == x.ndim for name, x in tensors.items())
+    columns = {n: x.unsqueeze(0) if is_vector else x.movedim(-1, 0) for n, x in tensors.items()}
+    check_finite(columns, rows.domain)
+    return columns, is_vector
 
 
 def follows(columns: Vectors) -> bool:

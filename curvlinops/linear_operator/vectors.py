@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.support.arguments import LISTS, MAPPINGS
 
 #: Vectors of all kinds: arrays ``[D]`` or ``[D, K]``, or a tensor for each parameter.
@@ -78,7 +78,7 @@ def read(x: Any, space: ParameterSpace) -> Given:
     types than those of the space are refused, and values that are not finite.
     """
     if isinstance(x, (LISTS, MAPPINGS)):
-        flat = _from_structure(x, space)
+        flat = space.join_parts(read_tensors(x, space))
     elif isinstance(x, np.ndarray | Tensor):
         space.check_whole(
             "a flat array or tensor with a whole vector",
@@ -87,8 +87,10 @@ def read(x: Any, space: ParameterSpace) -> Given:
         )
         flat = (_from_numpy if isinstance(x, np.ndarray) else _from_tensor)(x, space)
         if flat.ndim not in (1, 2) or len(flat) != space.dim:
+            hint = " Python reads A @ [x] * D as (A @ [x]) * D." if x.shape == (1,) else ""
             raise ValueError(
                 f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
+                f"{hint}"
             )
     else:
         raise TypeError(
@@ -117,7 +119,15 @@ def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
+def read_tensors(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
+    """Read a list or dictionary of tensors ``[*shape]`` or ``[*shape, K]``, without copies.
+
+    Returns:
+        This process's parts of them by name, in the order of the space.
+
+    Raises:
+        ValueError: If names, shapes or numbers of columns do not fit.
+    """
     values = _by_name(x, space)
     for name, shape in space.shapes.items():
         if shape not in (values[name].shape, values[name].shape[:-1]):
@@ -133,8 +143,7 @@ def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
         raise ValueError(
             f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
         )
-    parts = space.parts(values).items()
-    return space.join_parts({name: _from_tensor(value, space) for name, value in parts})
+    return {name: _from_tensor(x, space) for name, x in space.parts(values).items()}
 
 
 def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
@@ -171,9 +180,10 @@ def _check_real(is_complex: bool) -> None:
         raise TypeError("The operator is real, the vector complex. Multiply .real and .imag.")
 
 
-def check_finite(columns: Tensor, space: ParameterSpace) -> None:
+def check_finite(columns: Tensor | Columns, space: ParameterSpace) -> None:
     """Refuse vectors with NaN or infinite values."""
-    name = space.not_finite(columns)
+    is_flat = isinstance(columns, Tensor)
+    name = space.not_finite(columns) if is_flat else not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""
         raise ValueError(f"The vector contains NaN or infinite values{where}.")

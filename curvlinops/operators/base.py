@@ -133,6 +133,8 @@ class DataLinearOperator(TorchLinearOperator):
             self._linearizations = dict[int, Linearization]()  # by thread
             self._first_output: Tensor | None = None  # a tensor like it, if it was checked
             self._check_shards()
+            if self.num_data is not None:
+                check_count("num_data", self.num_data, at_least=0)
             self._check_options()
         with self._together("__init__", with_values=True, blocks=self._blocks), exclusive():
             self._check_model()
@@ -141,7 +143,10 @@ class DataLinearOperator(TorchLinearOperator):
     # --- methods of subclasses
 
     def _check_options(self) -> None:
-        """Check the options of the subclass, before the model is evaluated."""
+        """Check the options of the subclass, before the model is evaluated.
+
+        Options are checked here only: model, loss, parameters and data are known.
+        """
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         """Do all on a batch that does not depend on vectors; return a function of ``V, out``.

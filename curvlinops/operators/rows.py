@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from math import prod
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from curvlinops.support.torch_modes import exclusive
 RowMaps = tuple[Linear, Linear]
 
 _OTHER_ORDER = (
-    "The first batch of the data is another one than when the operator was built, so that its rows "
-    "belong to other samples: the loader takes another order after each pass, as those of "
-    "transformers' Trainer.get_train_dataloader() and of accelerate do. Pass a loader without "
+    "is another one than when the operator was built, so that its rows belong to other samples: "
+    "the loader takes another order after each pass, as those of transformers' "
+    "Trainer.get_train_dataloader() and of accelerate do. Pass a loader without "
     "shuffling, such as trainer.get_eval_dataloader(train_dataset) or DataLoader(dataset, "
     "shuffle=False). If the data has changed, build a new operator."
 )
@@ -60,15 +60,15 @@ class RowsLinearOperator(DataLinearOperator):
     """
 
     _adds_data = False
-    _first_batch: ClassVar[tuple[torch.device, list[tuple]] | None] = None
     __matmul__: Product[Tensor]
 
     def __post_init__(self) -> None:
-        """Refuse process groups, too."""
+        """Refuse process groups, too: later checks would be those of several processes."""
         if self.process_group is not None:
             raise ValueError(
                 f"{type(self).__name__} has rows for the data of one process: omit process_group."
             )
+        self._digests = dict[tuple[torch.device, int], list[tuple]]()  # of each batch
         super().__post_init__()
 
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
@@ -98,19 +98,18 @@ class RowsLinearOperator(DataLinearOperator):
         self, description: str, data: Batches | None = None
     ) -> Iterator[Iterator[BatchProblem]]:
         with super()._batches(description, data) as batches:
-            yield batches if data is not None else map(self._in_order, batches)
+            yield map(self._in_order, batches)
 
     def _in_order(self, problem: BatchProblem) -> BatchProblem:
-        """Return a problem; refuse another first batch than at construction.
+        """Return a problem; refuse another batch than at construction.
 
         A list has one order, and its numbers may change.
         """
-        is_open = self.check_deterministic and not isinstance(self.data, list | tuple)
-        if is_open and problem.batch.index == self.risk.data.first:
-            found = self.risk.space.device, digest((problem.batch.X, problem.batch.y))
-            if (before := self._first_batch or found)[0] == found[0] and before != found:
-                raise RuntimeError(_OTHER_ORDER)
-            self._first_batch = found
+        if self.check_deterministic and not isinstance(self.data, list | tuple):
+            batch, device = problem.batch, self.risk.space.device
+            found = digest((batch.X, batch.y))
+            if self._digests.setdefault((device, batch.index), found) != found:
+                raise RuntimeError(f"Batch {batch.index} of the data {_OTHER_ORDER}")
         return problem
 
     @together

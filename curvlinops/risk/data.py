@@ -41,7 +41,7 @@ class Batch:
     X: Any
     y: Any
 
-    def name_in(self, error: Exception) -> None:
+    def name_in(self, error: Exception, params: Iterable[Tensor]) -> None:
         """Add the batch in which an error was raised to the error, as a note."""
         tensors = [f"shape {list(x.shape)}, {x.dtype}" for x in leaves(self.X)]
         tensors[8:] = [f"and {len(tensors) - 8} more"] if len(tensors) > 8 else []
@@ -49,6 +49,12 @@ class Batch:
         note = f"(in batch {self.index} of the data; the model gets X, {about}, as one argument)"
         if isinstance(self.X, Mapping):
             note += f" {_OF_HUGGING_FACE}"
+        dtypes = {x.dtype for x in params}
+        is_other = any(x.is_floating_point() and x.dtype not in dtypes for x in leaves(self.X))
+        if isinstance(error, TypeError) and isinstance(self.X, np.ndarray | list):
+            note += " Where the model takes tensors, pass X as torch.as_tensor(X)."
+        elif is_other and "type" in str(error):
+            note += f" Parameters are of {' and '.join(map(str, dtypes))}: pass X.to(dtype)."
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 
@@ -144,6 +150,15 @@ class Batches:
         with suppress(TypeError, NotImplementedError):
             return len(self.data)
         return None
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of samples, ``None`` if only a pass over the data shows it."""
+        if isinstance(self.data, list | tuple):
+            with suppress(ValueError, TypeError):
+                return sum(self.samples.count(X, i) for i, (X, _) in enumerate(self.data))
+        counted = self._counts and isfinite(self._counts[1])
+        return int(self._counts[1]) if counted else self.num_data
 
     def describe(self) -> str:
         """Return the numbers of samples and batches in the last pass, for ``repr``."""

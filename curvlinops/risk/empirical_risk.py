@@ -153,7 +153,7 @@ class EmpiricalRisk:
                 # e.g. numbers that are not finite may have led to wrong conclusions
                 self.invalidate()
                 if current is not None:
-                    current.name_in(error)
+                    current.name_in(error, self.model.params.values())
                 raise
 
     def scale(self, weight: Tensor | float) -> float:

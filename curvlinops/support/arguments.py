@@ -85,7 +85,7 @@ def check_flag(name: str, value: Any) -> None:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a sentence about the known name that is meant by an unknown one, or about some."""
     known = list(known)
-    inner = [other for other in known if other.endswith(f".{name}")]
+    inner = [other for other in known if name in (other.split("_")[0], other.rpartition(".")[2])]
     if near := inner or get_close_matches(name, known, n=1):
         return f"Did you mean '{near[0]}'?"
     more = f", and {len(known) - 10} more" if len(known) > 10 else ""

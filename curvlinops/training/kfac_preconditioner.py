@@ -1,7 +1,9 @@
 """KFAC as a preconditioner of the gradients in a training loop."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -11,6 +13,10 @@ from curvlinops.autodiff.model import eval_mode
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
+from curvlinops.support.torch_internals import modules_of
+
+_ORDER = "Call preconditioner.step(X, y) after loss.backward() and before optimizer.step()."
+_DENSE = "Take sparse=False, or build K without this parameter."
 
 
 class KFACPreconditioner:
@@ -23,7 +29,8 @@ class KFACPreconditioner:
     Distributed second-order optimization using Kronecker-factored approximations, ICLR 2017).
 
     Parameters of the optimizer that ``K`` does not have keep their gradients. For a parameter
-    of ``K``, a missing gradient counts as zero, and it gets no direction.
+    of ``K``, a missing gradient counts as zero, and it gets no direction. If all are missing, or
+    the optimizer has used all of them in a step before, there is an error.
 
     The factors are those of the model in eval mode: batch normalization in train mode couples the
     samples of a batch, and dropout makes the model random. Both are refused by ``K``. So build
@@ -40,14 +47,15 @@ class KFACPreconditioner:
         update_every: Steps from one update of the factors to the next.
         invert_every: Steps from one inverse to the next.
         decay: The weight of earlier batches at an update, as in ``K.update``.
-        clip: The bound of ``lr^2 d^T g``; ``None``: no bound.
+        clip: The bound of ``lr^2 d^T g``, a positive number; ``None``: no bound.
 
     Attributes:
         num_steps: The number of calls of ``step``.
 
     Raises:
         TypeError: If ``K`` is neither KFAC nor EKFAC.
-        ValueError: If a number is out of range, or the optimizer lacks a parameter of ``K``.
+        ValueError: If a number is out of range, the optimizer lacks a parameter of ``K``, or a
+            module makes sparse gradients of one.
 
     Example:
         >>> import torch
@@ -80,14 +88,32 @@ class KFACPreconditioner:
                 f"K must be a KFACLinearOperator or an EKFACLinearOperator, got {type(K).__name__}."
             )
         params = list(K.params.values() if isinstance(K.params, Mapping) else K.params)
-        self.K, self.optimizer, self.damping, self.decay = K, optimizer, damping, decay
+        self.K, self.optimizer = K, optimizer
+        self.damping = check_number("damping", damping, at_least=0.0)
+        self.decay = check_number("decay", decay, at_least=0.0)
+        if self.decay > 1.0:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         self.update_every = check_count("update_every", update_every)
         self.invert_every = check_count("invert_every", invert_every)
         self.clip = None if clip is None else check_number("clip", clip, at_least=0.0)
+        if self.clip == 0.0:
+            raise ValueError("clip must be positive, got 0.0. None: no bound.")
         self.num_steps = 0
         self._params = dict(zip(K.space.names, params, strict=True))
         self._inverse: TorchLinearOperator | None = None
         self._learning_rates()  # knows all parameters
+        for module in modules_of(K.risk.model.roots):
+            if getattr(module, "sparse", False) and any(p is module.weight for p in params):
+                raise ValueError(f"The gradient of a {type(module).__name__} is sparse. {_DENSE}")
+        #: The gradients that the last step of the optimizer has used, and their versions.
+        self._used = used = list[tuple[ref[Tensor], int]]()
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+            used[:] = [(ref(grad), grad._version) for grad in grads if grad is not None]
+
+        with suppress(AttributeError):  # an optimizer of another package may have no hooks
+            getattr(optimizer, "optimizer", optimizer).register_step_post_hook(note)
 
     @torch.no_grad()
     def step(self, X: Any, y: Any) -> None:
@@ -99,29 +125,41 @@ class KFACPreconditioner:
             y: Its targets.
 
         Raises:
-            ValueError: If a gradient is not finite, or ``K`` is singular and not damped.
+            ValueError: If all gradients are missing, or were used by the optimizer before; if a
+                gradient is sparse or not finite, or ``K`` is singular and not damped.
             NotImplementedError: If a parameter of ``K`` has no Kronecker product: build ``K``
                 without it, or with a ``fallback``.
         """
+        grads = {name: p.grad for name, p in self._params.items() if p.grad is not None}
+        self._check(grads)
         if self.num_steps % self.update_every == 0:
             with eval_mode(self.K.model_func):
                 self.K.update((X, y), self.decay)
         if self._inverse is None or self.num_steps % self.invert_every == 0:
             self._inverse = self.K.inverse(self.damping, use_exact_damping=True)
         self.num_steps += 1
-
-        grads = {name: p.grad for name, p in self._params.items() if p.grad is not None}
         zeros = {n: torch.zeros_like(p) for n, p in self._params.items() if p.grad is None}
         directions = self._inverse @ (grads | zeros)
         nu = self._clipping(grads, directions)
         for name, grad in grads.items():
             grad.copy_(nu * directions[name])
 
+    def _check(self, grads: Mapping[str, Tensor]) -> None:
+        """Refuse gradients that are missing, sparse, or of the step before."""
+        if not grads:
+            raise ValueError(f"No parameter of K has a gradient. {_ORDER}")
+        used = [(grad(), version) for grad, version in self._used]
+        if all(any(x is grad and x._version == n for grad, n in used) for x in grads.values()):
+            raise ValueError(f"The optimizer has made a step with these gradients. {_ORDER}")
+        for name, grad in grads.items():
+            if grad.layout != torch.strided:
+                raise ValueError(f"The gradient of {name!r} is sparse. {_DENSE}")
+
     def _clipping(
         self, grads: Mapping[str, Tensor], directions: Mapping[str, Tensor]
     ) -> Tensor | float:
         """Return the factor by which directions are scaled down."""
-        if self.clip is None or not grads:
+        if self.clip is None:
             return 1.0
         rates = self._learning_rates()
         terms = [rates[n] ** 2 * (grad * directions[n]).sum() for n, grad in grads.items()]

@@ -40,8 +40,8 @@ class CurvatureMonitor:
     Args:
         A: A symmetric operator on data that follows the model, such as a Hessian or a GGN. A few
             batches are enough: the time of a measurement is proportional to the data.
-        path: A CSV file, with the step and a measurement in each row. Rows are written at once. A
-            file that exists is continued.
+        path: A CSV file, with the run, the step and a measurement in each row. Rows are written at
+            once. A file that exists is continued: each monitor is a run, numbered from 1.
         writer: Takes the numbers as ``writer.add_scalar("curvature/sharpness", number, step)``:
             a ``torch.utils.tensorboard.SummaryWriter``, or an object of your own.
         every: The number of steps from one measurement to the next.
@@ -93,6 +93,11 @@ class CurvatureMonitor:
         self.path = None if path is None else Path(path)
         self.every, self.k = check_count("every", every), check_count("k", k)
         self.num_matvecs = check_count("num_matvecs", num_matvecs, at_least=0)
+        if 0 < self.num_matvecs < 6:
+            raise ValueError(
+                f"num_matvecs must be 0 (no traces), or at least 6, got {num_matvecs}."
+            )
+        self._run: int | None = None
 
     def log(self, step: int) -> dict[str, float] | None:
         """Measure, and write the numbers, if ``step`` is a multiple of ``every``.
@@ -111,7 +116,7 @@ class CurvatureMonitor:
             return None
         numbers = self.measure()
         if self.path is not None:
-            _append(self.path, {"step": step} | numbers)
+            self._run = _append(self.path, self._run, {"step": step} | numbers)
         if self.writer is not None:
             for name, number in numbers.items():
                 self.writer.add_scalar(f"curvature/{name}", number, step)
@@ -140,18 +145,21 @@ class CurvatureMonitor:
         return numbers
 
 
-def _append(path: Path, row: dict[str, float]) -> None:
-    """Add a row to a CSV file, which begins with the names of its columns."""
-    columns = list(row)
+def _append(path: Path, run: int | None, row: dict[str, float]) -> int:
+    """Add a row to a CSV file, which begins with the names of its columns; return its run."""
+    columns = ["run", *row]
     with path.open("a+", newline="") as file:
         file.seek(0)
-        header = next(csv.reader(file), None)
+        header, *rows = [*csv.reader(file)] or [None]
         if header not in (None, columns):
             raise ValueError(
                 f"{path} has the columns {', '.join(header)}, but the measurement has "
                 f"{', '.join(columns)}. Choose another path, or delete the file."
             )
+        if run is None:
+            run = int(rows[-1][0]) + 1 if rows else 1
         writer = csv.DictWriter(file, columns)
         if header is None:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerow({"run": run} | row)
+    return run

@@ -124,7 +124,7 @@ query_rows = PerSampleGradientLinearOperator(*arguments[:3], problem(model, quer
 with TemporaryDirectory() as directory:
     E = EKFACLinearOperator(*arguments, separate_weight_and_bias=False)
     E = write_factors(E, directory, parts=2)
-    P = preconditioned(query_rows, E)  # [D, queries]
+    P = preconditioned(query_rows, E)  # {name: [*shape, queries]}
 
 scores = rows.scores(P)  # [sequences, queries]
 
@@ -167,7 +167,8 @@ print(f"sequences of the first query: {top.indices[:, 0].tolist()}")
 # the sequence. The fact should stand out.
 
 best = int(scores[:, 0].argmax())
-tokens = rows.scores(P[:, 0], per_position=True)[best]
+first = {name: x[..., 0] for name, x in P.items()}
+tokens = rows.scores(first, per_position=True)[best]
 torch.testing.assert_close(tokens.sum(), scores[best, 0], rtol=1e-3, atol=1e-3)
 is_fact = train_sequences[best] >= num_words
 share = tokens[is_fact].abs().sum() / tokens.abs().sum()

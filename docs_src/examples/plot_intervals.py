@@ -30,7 +30,7 @@ start = time.perf_counter()
 # --------------------------------------
 #
 # A small network on handwritten digits. The damping is ten times that of other pages on influence:
-# with less, intervals take more products (48 in place of 16 at the end).
+# with less, intervals take more products (105 in place of 36 at the end).
 
 images, labels = load_digits(return_X_y=True)
 X, y = torch.tensor(images / 16.0), torch.tensor(labels)
@@ -82,10 +82,11 @@ print(f"EKFAC: {ekfac:.5g}, {100 * (ekfac / float(found.upper) - 1):+.0f} %")
 # The samples with the largest scores
 # -----------------------------------
 #
-# EKFAC chooses them, and intervals tell their order. They are refined until they are disjoint.
+# Intervals of the scores of all samples tell which ones these are, and in which order. They are
+# refined until the leading ones are certain.
 
 top = certified_scores(rows, query, G, K, damping, top=10)
-print(f"Order decided: {top.is_decided}, after {top.num_products} products with each vector")
+print(f"Order decided: {top.is_decided}, after {top.num_products} products with the query")
 
 # %%
 # Both in one picture

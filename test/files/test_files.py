@@ -5,6 +5,9 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +35,7 @@ from curvlinops.influence import GradientStore, row_files
 from curvlinops.support import files
 from curvlinops.support.rng import GeneratorStates
 
+ROOT = Path(__file__).parents[2]
 KFAC, EKFAC, Rows = KFACLinearOperator, EKFACLinearOperator, PerSampleGradientLinearOperator
 
 
@@ -58,6 +62,7 @@ class World:
         self.loss, self.columns, self.params = nn.CrossEntropyLoss(), draw(51, 2), slice(None)
         self.options, self.kfac, self.rows = {}, {"fisher_type": "empirical"}, dict[str, Any]()
         self.classes, self.store = dict[type, type](), dict[str, Any]()
+        self.kind_of_data: type = list
 
     def forward(self, m: Any, X: Any) -> Tensor:
         h = self.activation(m.embed(self.unwrap(X)) + m.shift)
@@ -75,7 +80,8 @@ class World:
         params = list(self.model.parameters())[self.params]
         targets = [y.flatten() if self.is_flat else y for y in self.y]
         data = list(zip(map(self.wrap, self.x), targets, strict=True))
-        return self.classes.get(cls, cls)(self.model, self.loss, params, data, **options)
+        problem = self.model, self.loss, params, self.kind_of_data(data)
+        return self.classes.get(cls, cls)(*problem, **options)
 
 
 class Thing(NamedTuple):
@@ -395,6 +401,60 @@ def test_killed(name: str, when: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert error(thing.read(World(), path), expected) <= 1e-12
 
 
+class Slow(list):
+    """Data that takes time."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for pair in super().__iter__():
+            time.sleep(0.02)
+            yield pair
+
+
+def write_and_be_killed(name: str, folder: Path, trials: int) -> float:
+    """Kill processes that write, twice for each directory; return the largest error.
+
+    Several that write to one directory at the same time all get what they need.
+    """
+    thing, slow = THINGS[name], World()
+    slow.kind_of_data = Slow
+    row_files.SECONDS, random, worst = 0.0, np.random.default_rng(0), 0.0
+    thing.write(World(), folder / "whole")
+    expected = thing.read(World(), folder / "whole")
+    for trial in range(trials):
+        path = folder / str(trial)
+        for _ in range(2):
+            writers = []
+            for _ in range(1 + trial % 2):
+                writers.append(os.fork())
+                if not writers[-1]:
+                    thing.write(slow, path)
+                    os._exit(0)
+            time.sleep(random.uniform(0.0, 0.4))
+            for writer in writers:
+                os.kill(writer, signal.SIGKILL)
+                os.waitpid(writer, 0)
+        worst = max(worst, error(thing.read(World(), path), expected))
+    return worst
+
+
+@pytest.mark.extensive
+@pytest.mark.parametrize("name", COMPUTED)
+def test_killed_at_random_moments(name: str, tmp_path: Path):
+    folders = map(str, (ROOT, ROOT / "test" / "shared", ROOT / "test" / "files"))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "OMP_NUM_THREADS": "1",  # so that processes can fork
+    }
+    program = (
+        "from pathlib import Path; from test_files import write_and_be_killed; "
+        f"print(write_and_be_killed({name!r}, Path({str(tmp_path)!r}), 7))"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) <= 1e-12
+
+
 # --- what files belong to
 
 
@@ -451,6 +511,17 @@ def ids(changed: int) -> Callable[[World], None]:
     )
 
 
+def masked(place: int) -> Callable[[World], None]:
+    """Add a mask with one true value to the first batch, which the model does not read."""
+    mask = torch.arange(40) == place
+    return set_to(wrap=lambda x: (x, mask.view(8, 5)[: len(x)]), unwrap=lambda X: X[0])
+
+
+def shortened(w: World) -> None:
+    """Take samples from the second batch."""
+    w.x[1], w.y[1] = w.x[1][:2], w.y[1][:2]
+
+
 #: Objects show no places, of which a flattened output could have a row each.
 COUNTED = set_to(is_flat=False, options={"batch_size_fn": lambda X: len(getattr(X, "x", X))})
 
@@ -491,6 +562,8 @@ OTHERS: dict[str, tuple] = {
     ),
     "a number in X": ([partial(scaled, scale=1.0), COUNTED], partial(scaled, scale=3.0)),
     "one number among integers": ([ids(0)], ids(1), NOT_MERGED),
+    "a truth value": ([masked(0)], masked(1), NOT_MERGED),
+    "the length of the second batch": ([], shortened, {"kfac", "kfac parts", "state"}),
     "weights": ([], loss(nn.CrossEntropyLoss(torch.tensor([1.0, 2, 3]).double()))),
     "smoothing": ([], loss(nn.CrossEntropyLoss(label_smoothing=0.1))),
     "ignored": ([], loss(nn.CrossEntropyLoss(ignore_index=7))),

@@ -167,7 +167,7 @@ c.dottest(H, tests=2)  # type: ignore[call-arg]
 store = influence.GradientStore.write(S, "gradients", rank=8, basis=EK, relative_damping=0.2)
 assert_type(store.scores(S), Tensor)
 P = influence.preconditioned(S, EK, rank=2)
-assert_type(P, Tensor | c.LowRankColumns)
+assert_type(P, dict[str, Tensor] | c.LowRankColumns)
 assert_type(influence.self_scores(S, EK, 0.2), Tensor)
 assert_type(influence.top_scores(S, P, 2).indices, Tensor)
 for numbers, some in influence.score_batches(S, P):

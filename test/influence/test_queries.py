@@ -57,7 +57,26 @@ def test_scores(name: str, cls: type):
         P = preconditioned(rows, K, relative)
         assert error(rows.scores(P), expected) <= tolerance
         assert error(self_scores(rows, K, relative), expected.diagonal()) <= tolerance
-    assert torch.equal(preconditioned(rows, K), preconditioned(rows, K, 0.1))
+    torch.testing.assert_close(
+        preconditioned(rows, K), preconditioned(rows, K, 0.1), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("rank", [None, 100])
+def test_parameters_in_another_order(rank: int | None):
+    p = problems.make("mlp-ce-mean")
+    named = {name: x for name, x in p.model.named_parameters() if any(x is y for y in p.params)}
+    forward, backward = (
+        replace(p, params=dict(order(named.items()))) for order in (list, reversed)
+    )
+    rows = rows_of(forward)
+    P = preconditioned(rows, ekfac_of(forward), rank=rank)
+    assert error(rows_of(backward).scores(P), rows.scores(P)) <= 1e-12
+    assert (
+        error(top_scores(rows_of(backward), P, 2).values, rows.scores(P).topk(2, 0).values) <= 1e-12
+    )
+    if rank is None:
+        assert error((rows_of(backward) @ P), rows.scores(P)) <= 1e-12
 
 
 def test_sign():

@@ -79,7 +79,7 @@ def test_the_model_is_measured_and_left_as_it_is(kind: type, tmp_path: Path):
 
     with path.open(newline="") as file:
         rows = [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
-    assert [row["step"] for row in rows] == [0, 2]
+    assert [(row.pop("run"), row["step"]) for row in rows] == [(1, 0), (1, 2)]
     history = [
         {name.removeprefix("curvature/"): x for name, x in entry.items()}
         for entry in state.log_history

@@ -253,7 +253,8 @@ def test_layers_with_the_same_inputs_share_a_factor(
     params = dict(model.named_parameters())
     options = {"fisher_type": "type-2", "kfac_approx": "reduce" if reduce else "expand"}
     arguments = model, nn.CrossEntropyLoss(), params
-    alike, operator = (cls(*arguments, some, **options) for some in (data[::2], data))
+    equal = [({**x, "own": False}, y) for x, y in data]  # the same number of samples
+    alike, operator = (cls(*arguments, some, **options) for some in (equal, data))
     of_batches, A = inputs(alike), inputs(operator)
     assert of_batches["q.weight"] is of_batches["k.weight"] is of_batches["v.weight"]
     assert A["q.weight"] is A["v.weight"] is not A["k.weight"]

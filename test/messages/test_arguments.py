@@ -197,3 +197,50 @@ def test_misspelt_options_are_refused_before_any_pass(kind: type):
     loss = () if kind in JACOBIANS else (nn.MSELoss(),)
     with pytest.raises(TypeError, match="fisher_typ'. (Did you|There)"):
         kind(model, *loss, list(model.parameters()), Data(), fisher_typ="mc")
+
+
+WRONG_OPTIONS: list[tuple[type, dict[str, Any], str]] = [
+    (c.GGNLinearOperator, {"mc_samples": -1}, "mc_samples must be an integer >= 0, got -1"),
+    (c.GGNLinearOperator, {"seed": -1}, "seed must be"),
+    (c.FisherMCLinearOperator, {"mc_samples": 0}, "mc_samples must be an integer >= 1, got 0"),
+    (c.GGNDiagonalLinearOperator, {"mc_samples": -1}, "mc_samples must be"),
+    (c.EFLinearOperator, {"terms": "x"}, "terms must be one of"),
+    (c.HessianLinearOperator, {"num_data": -1}, "num_data must be an integer >= 0"),
+    (c.HessianLinearOperator, {"cache": "x"}, "cache must be"),
+    (c.HessianLinearOperator, {"chunk_size": 0}, "chunk_size must be"),
+    (c.HessianLinearOperator, {"block_sizes": [5]}, "block_sizes must be"),
+    (c.PerSampleGradientLinearOperator, {"terms": "x"}, "terms must be one of"),
+    (c.PerSampleGradientLinearOperator, {"block_sizes": [1, 1]}, "omit block_sizes"),
+    (c.PerSampleGradientLinearOperator, {"subsampling": "x"}, "subsampling must be a list"),
+    (c.PerSampleGradientLinearOperator, {"subsampling": [0.5]}, "subsampling must be a list"),
+    (c.KFACLinearOperator, {"kfac_approx": "x"}, "kfac_approx must be one of"),
+    (c.KFACLinearOperator, {"block_sizes": [1, 1]}, "block_sizes cannot be chosen"),
+    (c.KFACLinearOperator, {"exact": True}, "exact=True is a variant of fisher_type='type-2'"),
+    (c.KFACLinearOperator, {"exact": 1}, "exact must be True or False"),
+    (c.EKFACLinearOperator, {"separate_weight_and_bias": "no"}, "must be True or False"),
+    (c.EKFACLinearOperator, {"steps": 2}, "steps has no meaning"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "match"), WRONG_OPTIONS, ids=[str(x[:2]) for x in WRONG_OPTIONS]
+)
+def test_options_are_checked_before_the_model_is_called(kind: type, options: dict, match: str):
+    model, calls = nn.Linear(3, 2), []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    data = [(torch.randn(4, 3), torch.randint(2, (4,)))]
+    with pytest.raises(ValueError, match=match):
+        kind(model, nn.CrossEntropyLoss(), list(model.parameters()), data, **options)
+    assert not calls
+
+
+def test_an_option_that_begins_like_an_unknown_one_is_meant():
+    with pytest.raises(TypeError, match="Did you mean 'check_deterministic'"):
+        on_data(c.HessianLinearOperator, check=False)
+
+
+def test_lists_of_numbers_are_vectors():
+    identity = c.IdentityLinearOperator(3)
+    assert (identity @ ([1.0] * 3)).tolist() == [1.0] * 3
+    with pytest.raises(ValueError, match=r"shape \[1\], expected \[3\].* \(A @ \[x\]\) \* D"):
+        identity @ [1.0] * 3

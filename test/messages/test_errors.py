@@ -689,21 +689,26 @@ def test_options(options: dict, error: Error, match: str):
 # --- X of another type than the model
 
 ALL_KINDS = [*KINDS, *JACOBIANS, PerSampleGradientLinearOperator, KFACLinearOperator]
-TYPES: dict[str, tuple[Any, str]] = {
-    "an array": (X.numpy(), "ndarray"),
-    "float64": (X.double(), "Tensor of shape [5, 3], torch.float64"),
-    "integers": (X.long(), "Tensor of shape [5, 3], torch.int64"),
+_CONVERT = " Parameters are of torch.float32: pass X.to(dtype)."
+TYPES: dict[str, tuple[Any, str, str]] = {
+    "an array": (
+        X.numpy(),
+        "ndarray",
+        " Where the model takes tensors, pass X as torch.as_tensor(X).",
+    ),
+    "float64": (X.double(), "Tensor of shape [5, 3], torch.float64", _CONVERT),
+    "integers": (X.long(), "Tensor of shape [5, 3], torch.int64", ""),
 }
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize("wrong, described", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("wrong, described, remedy", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("check", [True, False])
-def test_types_of_inputs(kind: type, wrong: Any, described: str, check: bool):
+def test_types_of_inputs(kind: type, wrong: Any, described: str, remedy: str, check: bool):
     with pytest.raises((TypeError, RuntimeError)) as caught:
         multiply(data=[(wrong, Y)], kind=kind, check_deterministic=check)
     note = f"(in batch 0 of the data; the model gets X, {described}, as one argument)"
-    assert caught.value.__notes__ == [note]
+    assert caught.value.__notes__ == [note + remedy]
 
 
 @pytest.mark.parametrize("converted", [X.numpy(), X.double()], ids=["array", "float64"])
@@ -732,7 +737,7 @@ def test_errors_in_the_model_name_the_batch(check: bool, name: str, kind: type):
     with pytest.raises((RuntimeError, TypeError), match=match) as caught:
         multiply(data=[DATA[0], (second, Y[3:])], kind=kind, check_deterministic=check)
     note = f"(in batch 1 of the data; the model gets X, {description}, as one argument)"
-    assert caught.value.__notes__ == [note]
+    assert caught.value.__notes__ == [note + _CONVERT * (name == "another dtype")]
 
 
 def test_errors_in_the_loss_name_the_batch():

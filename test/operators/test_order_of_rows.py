@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import curvlinops as C
+from curvlinops.influence import GradientStore, score_batches, top_scores
 
 N, D = 12, 15
 
@@ -42,6 +43,14 @@ class SeededByStarts(SeededByPasses):
         yield from torch.randperm(N, generator=generator).tolist()
 
 
+class FirstBatchStays(SeededByPasses):
+    """Takes another order of all batches but the first, as that of the longest sequences."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(super().__iter__())
+        yield from [*range(4), *(i for i in order if i >= 4)]
+
+
 class Own:
     """An own loader, with an order that it changes itself."""
 
@@ -60,6 +69,7 @@ def loader(sampler: Sampler | None = None) -> DataLoader:
 CHANGING: dict[str, Callable[[], Any]] = {
     "sampler seeded by passes": lambda: loader(SeededByPasses()),
     "sampler seeded by starts": lambda: loader(SeededByStarts()),
+    "the first batch stays": lambda: loader(FirstBatchStays()),
     "own": Own,
 }
 CONSTANT: dict[str, Callable[[], Any]] = {
@@ -90,6 +100,9 @@ RESULTS: dict[str, tuple[Callable, Callable]] = {
     "norms": (rows, lambda A: A.norms()),
     "scores": (rows, lambda A: A.scores(torch.ones(D))),
     "scores in a file": (rows, lambda A: A.scores(torch.ones(D), out="scores")),
+    "leading scores": (rows, lambda A: top_scores(A, torch.ones(D), 3).values),
+    "scores by batch": (rows, lambda A: torch.cat([x for _, x in score_batches(A, torch.ones(D))])),
+    "store": (rows, lambda A: GradientStore.write(A, "store", rank=1).scores(A)),
     "gradients": (rows, lambda A: A.gradients()[0]),
     "dense": (rows, lambda A: A.to_dense()),
     "gram": (rows, lambda A: A.gram()),

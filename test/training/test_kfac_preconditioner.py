@@ -1,5 +1,6 @@
 """Directions are those of dense KFAC, and training with them lowers the loss."""
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -143,9 +144,51 @@ def test_a_parameter_without_gradient_stays_without():
     expected = preconditioner.K.inverse(DAMPING, use_exact_damping=True) @ grads
     for p, x in zip([*model.parameters()][1:], expected[1:], strict=True):
         torch.testing.assert_close(p.grad, x, rtol=1e-10, atol=1e-14)
-    model.zero_grad()
-    preconditioner.step(*batch)
-    assert all(p.grad is None for p in model.parameters())
+
+
+def state_of(preconditioner: KFACPreconditioner) -> list:
+    """Return what a step may change."""
+    grads = [p.grad for p in preconditioner._params.values()]
+    saved = preconditioner.state_dict()["factors"].values()
+    factors = [x for x in saved if isinstance(x, Tensor)]
+    return copy.deepcopy([preconditioner.num_steps, factors, grads])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_step_at_the_wrong_place_is_refused(to_none: bool, updates: int):
+    model, (batch,) = network(), batches(6)
+    optimizer = sgd(model)
+    preconditioner = KFACPreconditioner(build(model, [batch]), optimizer, update_every=updates)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=to_none)
+        if all(p.grad is None for p in model.parameters()):
+            before = state_of(preconditioner)
+            with pytest.raises(ValueError, match=r"No parameter .* before optimizer.step\(\)"):
+                preconditioner.step(*batch)
+            torch.testing.assert_close(state_of(preconditioner), before, rtol=0, atol=0)
+        CE(model(batch[0]), batch[1]).backward()
+        preconditioner.step(*batch)
+        optimizer.step()
+        before = state_of(preconditioner)
+        with pytest.raises(ValueError, match=r"made a step with these gradients.*backward"):
+            preconditioner.step(*batch)
+        torch.testing.assert_close(state_of(preconditioner), before, rtol=0, atol=0)
+
+
+def test_sparse_gradients_are_refused():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2)).double()
+    batch = torch.arange(4), torch.tensor([0, 1, 1, 0])
+    every, last = (list(m.parameters()) for m in (model, model[1]))
+    with pytest.raises(ValueError, match="gradient of a Embedding is sparse. Take sparse=False"):
+        KFACPreconditioner(KFACLinearOperator(model, CE, every, [batch]), sgd(model))
+    KFACPreconditioner(KFACLinearOperator(model, CE, last, [batch]), sgd(model))
+    model[0].sparse = False
+    preconditioner = KFACPreconditioner(KFACLinearOperator(model, CE, every, [batch]), sgd(model))
+    model[0].sparse = True
+    CE(model(batch[0]), batch[1]).backward()
+    with pytest.raises(ValueError, match="gradient of '0.weight' is sparse"):
+        preconditioner.step(*batch)
 
 
 def test_clipping_reads_the_learning_rate_of_each_group():
@@ -261,14 +304,12 @@ BAD: dict[str, tuple[type, Callable[[nn.Module, Any], Any]]] = {
         lambda model, K: KFACPreconditioner(K, sgd(model), invert_every=1.5),
     ),
     "clip must be": (ValueError, lambda model, K: KFACPreconditioner(K, sgd(model), clip=-1.0)),
-    "damping must be": (
+    "clip must be positive": (
         ValueError,
-        lambda model, K: KFACPreconditioner(K, sgd(model), -1.0).step(*K.data[0]),
+        lambda model, K: KFACPreconditioner(K, sgd(model), clip=0.0),
     ),
-    "decay must be": (
-        ValueError,
-        lambda model, K: KFACPreconditioner(K, sgd(model), decay=2.0).step(*K.data[0]),
-    ),
+    "damping must be": (ValueError, lambda model, K: KFACPreconditioner(K, sgd(model), -1.0)),
+    "decay must be": (ValueError, lambda model, K: KFACPreconditioner(K, sgd(model), decay=2.0)),
 }
 
 

@@ -146,7 +146,8 @@ def test_numbers_are_written(tmp_path: Path):
     assert found[1] is found[3] is None and found[0] == found[2] == monitor.measure()
     again = CurvatureMonitor(A, str(path), every=2, num_matvecs=0, by="parameter")
     again.log(4)  # continues the file
-    assert rows(path) == [{"step": step, **found[0]} for step in (0, 2, 4)]
+    runs = [(1, 0), (1, 2), (2, 4)]
+    assert rows(path) == [{"run": run, "step": step, **found[0]} for run, step in runs]
     expected = [(f"curvature/{n}", x, step) for step in (0, 2) for n, x in found[0].items()]
     assert writer.numbers == expected
 
@@ -181,6 +182,7 @@ BAD: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "every must be": (ValueError, lambda A: CurvatureMonitor(A, every=0)),
     "k must be": (ValueError, lambda A: CurvatureMonitor(A, k=0)),
     "num_matvecs must be": (ValueError, lambda A: CurvatureMonitor(A, num_matvecs=-1)),
+    "num_matvecs must be 0": (ValueError, lambda A: CurvatureMonitor(A, num_matvecs=5)),
     "by must be": (ValueError, lambda A: CurvatureMonitor(A, by="layer").log(0)),
 }
 

@@ -73,8 +73,9 @@ def write_factors(
                 if sums.owners.get(unit[0], 0) == ranks.rank:
                     write_part(path, sums.part(unit), key)
         del sums
+    number = operator._num_samples
     with ranks.raise_on_all_ranks():
-        return _read(path, operator.device)
+        return _read(path, operator.device, number)
 
 
 def _passes(
@@ -131,7 +132,9 @@ def load(
     return read(source, StructuredLinearOperator, device).value
 
 
-def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
+def _read(
+    path: Path, device: torch.device, num_samples: int | None = None
+) -> BlockDiagonalLinearOperator:
     """Return the approximation, on the parameters of the operator that computed the factors."""
     parts = list(read_parts(path, FactorSums, device))
     if not parts:
@@ -144,4 +147,5 @@ def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
     space = ParameterSpace(shapes, first.space.dtype, device)
     all_sums = (part.value for part in parts)
     sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options)
+    sums.check_samples(f"directory {path}", num_samples)
     return assemble(with_matrices(sums), sums)

@@ -56,7 +56,7 @@ from curvlinops.risk.key import check_operator, key_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.arguments import check_choice, check_count
+from curvlinops.support.arguments import check_choice, check_count, check_flag
 from curvlinops.support.files import Saved, pack, read, read_parts, unpack, write
 from curvlinops.support.rng import DEFAULT_SEED
 from curvlinops.support.torch_internals import version_of
@@ -139,8 +139,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     _per_sample = True
 
     def __post_init__(self) -> None:
-        """Check the options, too."""
-        # before any pass over the data
+        """Begin without factors."""
+        super().__post_init__()
+        self._set_sums(None)
+
+    def _check_options(self) -> None:
         self.fisher_type = str(check_choice("fisher_type", self.fisher_type, FisherType))
         self.mc_samples = check_count("mc_samples", self.mc_samples)
         self.seed = check_count("seed", self.seed, at_least=0)
@@ -149,17 +152,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self.steps = check_count("steps", self.steps)
         self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
         check_choice("factor_placement", self.factor_placement, ("replicate", "partition"))
+        check_flag("separate_weight_and_bias", self.separate_weight_and_bias)
+        check_flag("exact", self.exact)
         if self.num_per_example_loss_terms is not None:
             self.num_per_example_loss_terms = check_count(
                 "num_per_example_loss_terms", self.num_per_example_loss_terms
             )
-        super().__post_init__()
         self._options = Options(
             FisherType(self.fisher_type),
             self.mc_samples,
             self.seed,
             self.exact,
-            reduced_parameters(self.kfac_approx, self.space.names),
+            reduced_parameters(self.kfac_approx, self.risk.space.names),
             not self.separate_weight_and_bias,
             Fallback(self.fallback),
             self.max_factor_size,
@@ -170,7 +174,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
-        self._set_sums(None)
 
     # products need the factors alone
     linearized = TorchLinearOperator.linearized
@@ -310,6 +313,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             if WEIGHT not in new.tensors:
                 raise ValueError("The data has no sample.")
             self.risk.scale(new.weight)  # raises if there is no term
+            new.num_samples = self._num_samples
         new.normalize(self.risk.scale)
         new.num_batches -= first
         for factors in passes(self._options, known is not None):
@@ -561,7 +565,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         if parts:
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
+        sums.check_samples(source, self._num_samples)
         self._set_sums(self._placed(sums), is_mapped=directory is not None)
+
+    @property
+    def _num_samples(self) -> int | None:
+        """The number of samples in the data of all processes, which call it together, if known."""
+        numbers = self.risk.ranks.gather_objects(self.risk.data.num_samples)
+        return None if None in numbers else sum(numbers)
 
     @classmethod
     def from_state_dict(

@@ -56,6 +56,7 @@ class FactorSums:
         scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
             sums.
         is_updated: Whether there are batches among the data that the operator's own may not have.
+        num_samples: The number of samples in the data of all ranks, if it is known.
         ranks: The processes that compute the sums together.
         owners: The rank that has the sums of a parameter; empty if all ranks have all.
     """
@@ -69,6 +70,7 @@ class FactorSums:
     num_batches: int = 0
     scale: float | None = None
     is_updated: bool = False
+    num_samples: int | None = None
     ranks: Team = ALONE
     owners: Mapping[str, int] = field(default_factory=dict)
 
@@ -112,6 +114,15 @@ class FactorSums:
             raise ValueError(
                 f"Inputs or gradients in the block of {names} are NaN or infinite, though the "
                 f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
+            )
+
+    def check_samples(self, source: str, number: int | None) -> None:
+        """Refuse means over another number of samples than an operator's, if both are known."""
+        is_known = None not in (self.num_samples, number) and not self.is_updated
+        if is_known and self.num_samples != number:
+            raise ValueError(
+                f"The {source} differs in the number of samples: it has {self.num_samples}, not "
+                f"{number}. Pass the same data, or compute the factors again."
             )
 
     # --- some of the parameters
@@ -183,6 +194,7 @@ class FactorSums:
             all_of.bases |= part.bases
             all_of.num_batches, all_of.scale = part.num_batches, part.scale
             all_of.is_updated |= part.is_updated
+            all_of.num_samples = part.num_samples
         if len(seen) > 1:
             raise ValueError(
                 "The data was not the same in all passes for parts of the factors: numbers of "
@@ -195,7 +207,7 @@ class FactorSums:
     def _record(self) -> tuple:
         sums = self.tensors, self.bases, self.num_batches, self.scale, self.is_updated
         # blocks follow from uses; files have whole parameters
-        return self.space.whole, self.options, self.uses, (), *sums
+        return self.space.whole, self.options, self.uses, (), *sums, self.num_samples
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""
