@@ -1,13 +1,13 @@
 """Products with a matrix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from curvlinops.layers import rules
-from curvlinops.layers.rules import Use, contraction, reads
+from curvlinops.layers.rules import OfNode, Use, contraction, reads
 from curvlinops.support.autograd_graph import shape_of_input
 from curvlinops.support.torch_internals import shape_of_output
 
@@ -84,16 +84,17 @@ def dot(node: Any, position: int) -> Use | None:
 @reads("TrilinearBackward0")
 def bilinear(node: Any, position: int) -> Use | None:
     """``out_k = input1^T weight_k input2``."""
-    first, second = node._saved_i1, node._saved_i3
+    first, second = node._saved_i1.shape, node._saved_i3.shape
     axes = [list(node._saved_expand1), list(node._saved_expand2), list(node._saved_expand3)]
     if position != 1 or axes != [[1, 3], [0], [1, 2]]:
         return None
+    shape, weight = (*first, second[-1]), shape_of_input(node, 1)
+    return contraction("n i j, o i j -> n o", OfNode(_inputs_of_both), weight, x_shape=shape)
 
-    def product() -> Tensor:
-        return first.unsqueeze(-1) * second.unsqueeze(-2)
 
-    shape = (*first.shape, second.shape[-1])
-    return contraction("n i j, o i j -> n o", product, shape_of_input(node, 1), x_shape=shape)
+def _inputs_of_both(node: Any) -> Callable[[], Tensor]:
+    first, second = node._saved_i1, node._saved_i3
+    return lambda: first.unsqueeze(-1) * second.unsqueeze(-2)
 
 
 def _factor(node: Any, left: bool, other: str, scale: float = 1) -> Use | None:

@@ -22,9 +22,9 @@ from curvlinops.layers.gradients import (
 )
 from curvlinops.layers.graph import Graph, graph_of
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.plan import Plan
+from curvlinops.layers.plan import Plan, facts_of
 from curvlinops.layers.reading import LOOKUPS, PRODUCTS, ParameterUse, Reading, Signature
-from curvlinops.layers.rules import Use
+from curvlinops.layers.rules import OfNode, Use, summed, times
 from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped, sample_axes
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
@@ -118,6 +118,7 @@ class RecordedBatch:
             if is_sure:
                 plans[same] = plan
             self._holds(plan)
+            plan.find_stacks(self.nodes, self.others)
         self.plan, self.uses = plan, [*plan.uses]
 
     def _holds(self, plan: Plan) -> bool:
@@ -131,7 +132,12 @@ class RecordedBatch:
                         return False
                     self._asked[use] = rule
                 other, node = rule.other, self.nodes[use.node]
-                self.others[use] = saved(node, other) if isinstance(other, str) else other
+                if isinstance(other, str):
+                    other = saved(node, other)
+                other = other(node) if isinstance(other, OfNode) else other
+                if use.kind is not None and use.factor != facts_of(other):
+                    return False
+                self.others[use] = other
         return True
 
     def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
@@ -487,25 +493,22 @@ class Arrived:
         """
         groups: dict[Hashable, list[Item]] = {}
         for item, uses in uses_of.items():
-            key = treatment(item), *map(self._facts, uses)
+            key = treatment(item), *(use if use.kind is None else use.kind for use in uses)
             # those of one parameter must have its entries in one order, to be added up
             is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
             groups.setdefault(key if is_alike else item, []).append(item)
         for items in groups.values():
-            sizes = [x.numel() for use in uses_of[items[0]] for x in self._factors(use)]
-            step = max(_COPIED // max(1, *sizes), 1) if sizes else 1
+            step = len(items)
+            if step > 1:
+                step = max(_COPIED // max(1, *map(self._size, uses_of[items[0]])), 1)
             for start in range(0, len(items), step):
                 yield items[start : start + step]
 
-    def _factors(self, use: ParameterUse) -> list[Tensor]:
+    def _size(self, use: ParameterUse) -> int:
+        """Return the number of entries of a use's larger factor."""
         other = self._batch.others[use]
-        return [self.outputs[use], *([other] if isinstance(other, Tensor) else [])]
-
-    def _facts(self, use: ParameterUse) -> Hashable:
-        """Return what must be equal for uses that are computed together."""
-        facts = [(x.shape, x.dtype, x.device, x.layout) for x in self._factors(use)]
-        is_single = use.kind is None or any(layout is not torch.strided for *_, layout in facts)
-        return use if is_single else (use.kind, *facts)
+        size = other.numel() if isinstance(other, Tensor) else 0
+        return max(size, self.outputs[use].numel())
 
     def input_key(self, use: ParameterUse) -> Hashable:
         """Return a value that is equal for uses with the same inputs."""
@@ -530,7 +533,7 @@ class Arrived:
         is_assigned = self._by_sample and use.samples is not None
         axis, count = (use.samples, self._batch.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
         order = axis, count, len(rule.row_shape)
-        x = self._rows_of_inputs(uses, order, by_position)
+        x = self._rows_of_inputs(uses, order, by_position and rule.matrices is not None)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
         g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
@@ -538,7 +541,7 @@ class Arrived:
             g = _side_by_side(g.unflatten(0, (num, -1)), 3)
         if self._absolute:
             x, g = x if x is None else x.abs(), g.abs()
-        is_sum = by_position and (rule.is_bias or (elementwise and rule.other is None))
+        is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
         make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
         if num > 1:
             return make(Entries.all([num * use.entries.view.size]))
@@ -571,8 +574,9 @@ def _side_by_side(x: Tensor, axis: int) -> Tensor:
     return x.movedim(0, axis).flatten(axis, axis + 1)
 
 
-def _as_products(num: int, x: None, g: Tensor, entries: Entries) -> OuterProducts:
-    """Return gradients of biases as outer products with inputs of one, see ``Use.gradient``."""
+def _as_products(num: int, x: Tensor | None, g: Tensor, entries: Entries) -> OuterProducts:
+    """Return elementwise gradients as outer products with inputs of one, see ``Use.gradient``."""
+    g = times(x, g)
     ones = g.new_ones(*g.shape[1:3], num, 1)
     return OuterProducts(ones, g.reshape(*g.shape[:3], num, entries.view.size // num), entries)
 
