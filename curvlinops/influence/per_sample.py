@@ -218,7 +218,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Prepare products layer by layer; with a graph where parameters have no rule."""
         has_fallbacks = problem.rules(SampleBackward, type(self).__name__, True).fallbacks
         states = GeneratorStates()
-        rows = None if has_fallbacks else self._rows_of(problem)
+        rows = None if has_fallbacks else self._rows_of(problem, together=True)
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
             states.restore()
             return self._linearize(problem, single=False)
@@ -474,7 +474,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = space.zeros(num)
         sums = space.views(out)
         with self._batches(name) as batches:
-            for pieces, _ in self._gradients(batches):
+            for pieces, _ in self._gradients(batches, together=True):
                 add_sums(sums, pieces, of)
         self._check_finite(space.not_finite(out))
         return out / self.shape[0]

@@ -94,12 +94,15 @@ class PerSampleGradient(ABC):
         num_samples: N.
         entries: The entries of the parameter of which there are gradients; others are zero.
         kronecker_shape: The ``KroneckerShape`` of sums of outer products, ``None`` for others.
+        parts: The parameters of which there are gradients side by side, and their entries; empty
+            for those of one parameter.
     """
 
     num_vectors: int
     num_samples: int
     entries: Entries
     kronecker_shape: tuple | None = None
+    parts: "tuple[tuple[str, Entries], ...]" = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -338,7 +341,12 @@ def add_sums(
     """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
     for _, gradients in pieces:
         for name, gradient in gradients.items():
-            add(out, slice(None), {name: of(gradient)})
+            sums = {name: of(gradient)}
+            if gradient.parts:
+                values = sums[name].unflatten(1, (len(gradient.parts), 1, -1)).unbind(1)
+                pairs = zip(gradient.parts, values, strict=True)
+                sums = {name: entries.spread(x)[:, 0] for (name, entries), x in pairs}
+            add(out, slice(None), sums)
 
 
 def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:

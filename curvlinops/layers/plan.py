@@ -46,7 +46,15 @@ class Plan:
             is_dense = factor is None or torch.strided in factor
             if is_dense and use.use.is_settled and use.use.has_groups and use.entries is not None:
                 of = input_metadata(nodes[use.node])
-                facts = use.use, use.samples, use.shape, of.shape, of.dtype, of.device, factor
+                facts = (
+                    use.use,
+                    use.samples,
+                    use.shape,
+                    tuple(of.shape),
+                    of.dtype,
+                    of.device,
+                    factor,
+                )
                 use.kind, use.factor = kinds.setdefault(facts, len(kinds)), factor
             stacks.setdefault(use if use.kind is None else use.kind, []).append(use)
         self.stacks = tuple(map(tuple, stacks.values()))

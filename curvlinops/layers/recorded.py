@@ -406,16 +406,28 @@ class RecordedBatch:
         Args:
             arrived: The gradients at the outputs of uses, which are freed on the way.
             num_vectors: The number of vectors that were backpropagated.
-            together: Whether those of several parameters may be side by side, in one gradient that
-                has the name of the first.
+            together: Whether those of several parameters may be ``parts`` of one gradient.
         """
-        uses_of: dict[str, list[ParameterUse]] = {name: [] for name in self.names}
-        for use in self.uses:
-            uses_of[use.name].append(use)
-        for names in arrived.stacks(uses_of) if together else ([name] for name in uses_of):
-            columns = zip(*(uses_of[name] for name in names), strict=True)
-            found = [arrived.take(*uses) for uses in columns]
-            yield names[0], sum_of(found or [self._zero(names[0], num_vectors)])
+
+        def find() -> list[dict[str, list[ParameterUse]]]:
+            uses_of: dict[str, list[ParameterUse]] = {name: [] for name in self.names}
+            for use in self.uses:
+                uses_of[use.name].append(use)
+            return [{name: uses_of[name] for name in names} for names in stacks_of(uses_of)]
+
+        for uses_of in self.plan.known((*self.names, *self.uses), find):
+            for names in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
+                columns = list(zip(*(uses_of[name] for name in names), strict=True))
+                if not columns:
+                    yield names[0], self._zero(names[0], num_vectors)
+                elif together or len(names) == 1:
+                    found = sum_of([arrived.take(*uses) for uses in columns])
+                    if len(names) > 1:
+                        found.parts = tuple((name, uses_of[name][0].entries) for name in names)
+                    yield names[0], found
+                else:
+                    each = zip(*(arrived.each(uses) for uses in columns), strict=True)
+                    yield from zip(names, map(sum_of, map(list, each)), strict=True)
 
     def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
         leaf = self._leaves[name]
@@ -491,18 +503,23 @@ class Arrived:
             uses_of: The uses of each item.
             treatment: What else must be equal.
         """
-        groups: dict[Hashable, list[Item]] = {}
-        for item, uses in uses_of.items():
-            key = treatment(item), *(use if use.kind is None else use.kind for use in uses)
-            # those of one parameter must have its entries in one order, to be added up
-            is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
-            groups.setdefault(key if is_alike else item, []).append(item)
-        for items in groups.values():
-            step = len(items)
-            if step > 1:
-                step = max(_COPIED // max(1, *map(self._size, uses_of[items[0]])), 1)
-            for start in range(0, len(items), step):
-                yield items[start : start + step]
+        for items in stacks_of(uses_of, treatment):
+            yield from self.in_steps(items, uses_of)
+
+    def in_steps(
+        self,
+        items: list[Item],
+        uses_of: Mapping[Item, Sequence[ParameterUse]],
+        with_parameters: bool = False,
+    ) -> Iterator[list[Item]]:
+        """Yield some items of a stack at a time, whose factors, or parameters, are copied."""
+        step = len(items)
+        if step > 1:
+            sizes = [self._size(use) for use in uses_of[items[0]]]
+            sizes += [prod(use.shape) for use in uses_of[items[0]] if with_parameters]
+            step = max(_COPIED // max(1, *sizes), 1)
+        for start in range(0, len(items), step or 1):
+            yield items[start : start + step]
 
     def _size(self, use: ParameterUse) -> int:
         """Return the number of entries of a use's larger factor."""
@@ -530,10 +547,30 @@ class Arrived:
             elementwise: Whether those of all elementwise functions become such sums.
         """
         use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
-        is_assigned = self._by_sample and use.samples is not None
-        axis, count = (use.samples, self._batch.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
-        order = axis, count, len(rule.row_shape)
-        x = self._rows_of_inputs(uses, order, by_position and rule.matrices is not None)
+        x, g = self._factors(uses, by_position and rule.matrices is not None)
+        is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
+        make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
+        if num > 1:
+            return make(Entries.all([num * use.entries.view.size]))
+        return self._batch.on_parameter(use, make, self._is_assigned(use))
+
+    def each(self, uses: Sequence[ParameterUse]) -> list[PerSampleGradient]:
+        """Return the gradients of several equal uses, as parts of the same tensors."""
+        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses, False)
+        inputs = [None] * len(uses) if x is None else x.chunk(len(uses), 2)
+        factors = zip(uses, inputs, g.chunk(len(uses), 3), strict=True)
+        return [gradient(x, g, use.entries) for use, x, g in factors]
+
+    def _is_assigned(self, use: ParameterUse) -> bool:
+        return self._by_sample and use.samples is not None
+
+    def _factors(self, uses: Sequence[ParameterUse], is_kept: bool) -> tuple[Tensor | None, Tensor]:
+        """Return inputs ``[N, S, *]`` and rows ``[V, N, S, *]`` of equal uses, side by side."""
+        rule, num, place = self._batch.rule(uses[0]), len(uses), (_ONE_SAMPLE, 1)
+        if self._is_assigned(uses[0]):
+            place = uses[0].samples, self._batch.num_samples
+        order = *place, len(rule.row_shape)
+        x = self._rows_of_inputs(uses, order, is_kept)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
         g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
@@ -541,11 +578,7 @@ class Arrived:
             g = _side_by_side(g.unflatten(0, (num, -1)), 3)
         if self._absolute:
             x, g = x if x is None else x.abs(), g.abs()
-        is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
-        make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
-        if num > 1:
-            return make(Entries.all([num * use.entries.view.size]))
-        return self._batch.on_parameter(use, make, is_assigned)
+        return x, g
 
     def _rows_of_inputs(
         self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int], is_kept: bool
@@ -567,6 +600,20 @@ class Arrived:
         if is_kept:
             self._inputs[key] = x[0]
         return x[0]
+
+
+def stacks_of(
+    uses_of: Mapping[Item, Sequence[ParameterUse]],
+    treatment: Callable[[Item], Hashable] = lambda item: None,
+) -> list[list[Item]]:
+    """Return items whose uses are equal, one by one, and are treated alike."""
+    stacks: dict[Hashable, list[Item]] = {}
+    for item, uses in uses_of.items():
+        # those of one parameter must have its entries in one order, to be added up
+        is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
+        key = treatment(item), *(use if use.kind is None else use.kind for use in uses)
+        stacks.setdefault(key if is_alike else item, []).append(item)
+    return list(stacks.values())
 
 
 def _side_by_side(x: Tensor, axis: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.fallback import LossesOneByOne, UnequalRowsError
-from curvlinops.layers.gradients import LowRank, Piece, write_rows
+from curvlinops.layers.gradients import Entries, LowRank, Piece, write_rows
 from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
@@ -71,8 +71,7 @@ def rows_of(
             one term of a loss that is no function of the output alone.
         name: Names the operator in messages.
         independent: Whether samples that interact are refused, see ``SampleBackward``.
-        together: Whether gradients of several parameters may be side by side in one, see
-            ``RecordedBatch.by_parameter``.
+        together: Whether gradients may have ``parts``.
     """
     samples = None
     if not problem.loss_needs_graph:
@@ -133,10 +132,32 @@ def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tenso
     for pieces, view in rows.gradients:
         for samples, gradients in pieces:
             for name in list(gradients):  # they are freed on the way
-                gradient = gradients.pop(name).to(like.dtype)
-                if name in columns:
-                    view(out)[:, samples] += gradient.products(columns[name])
+                gradient = gradients.pop(name)
+                parts = gradient.parts
+                if parts and not columns.keys().isdisjoint(dict(parts)):
+                    vectors = _side_by_side(columns, parts, like)
+                elif not parts and name in columns:
+                    vectors = columns[name]
+                else:
+                    continue
+                view(out)[:, samples] += gradient.to(like.dtype).products(vectors)
     return out
+
+
+def _side_by_side(
+    columns: Mapping[str, Tensor], parts: Iterable[tuple[str, Entries]], like: Tensor
+) -> Tensor:
+    """Return the entries of columns that belong to gradients of several parameters."""
+    zero = like.new_zeros(1, 1)
+    return torch.cat(
+        [
+            entries.read(columns[name]).flatten(1)
+            if name in columns
+            else zero.expand(len(like), entries.view.size)
+            for name, entries in parts
+        ],
+        dim=1,
+    )
 
 
 def products_by_position(
