@@ -1,6 +1,6 @@
 """Checks of rules: the gradients of samples have to add up to autograd's gradient."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def probe(output: Tensor) -> Tensor:
 
 
 class Comparison:
-    """Compares sums of gradients with autograd's, one after the other.
+    """Compares sums of parameters' gradients with autograd's, one stack after the other.
 
     Args:
         dtype: The least precise dtype in which gradients are computed.
@@ -44,36 +44,36 @@ class Comparison:
         self._dtype, self._tolerance = dtype, tolerance_of(dtype)
         # sums that cancel leave rounding errors, also those of a softmax in float32
         self._noise = max(0.01 * self._tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
-        self.sizes: dict[Hashable, float] = {}
-        self._errors: dict[Hashable, float] = {}
-        self._bounds: dict[Hashable, float] = {}
+        self.sizes: dict[str, float] = {}
+        self._errors: dict[str, float] = {}
+        self._bounds: dict[str, float] = {}
 
     def add(
         self,
-        key: Hashable,
-        sums: Tensor | None,
+        stack: Mapping[str, Any],
+        sums: Tensor,
         truth: Tensor,
-        summands: Callable[[], Tensor | None],
+        summands: Callable[[Mapping[str, Any]], Tensor] | None = None,
     ) -> None:
-        """Compare one sum.
+        """Compare the sums of some parameters.
 
         Args:
-            key: Its key.
-            sums: The sum of the rule's gradients; ``None`` if it is zero.
-            truth: Autograd's sum.
-            summands: Returns the sum of the absolute values of the summands of ``sums``; called
-                only if errors are not small anyway.
+            stack: The parameters, and their uses.
+            sums: The sums of the rule's gradients, ``[L, *shape]``.
+            truth: Autograd's sums.
+            summands: Returns the sums of the absolute values of the summands of ``sums``; called
+                only where errors are not small anyway.
         """
-        size = error = float(double_norm(truth))
-        if sums is not None:
-            error = float(double_norm(sums.to(truth.device) - truth))
-        bound = self._tolerance * (size + torch.finfo(torch.float32).tiny)
-        if not error <= bound and (total := summands()) is not None:
-            bound += self._noise * float(double_norm(total))
-        self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
+        both = truth, sums.to(truth.device) - truth
+        norms = (double_norm(x.reshape(len(x), -1), 1) for x in both)
+        for key, size, error in zip(stack, *(x.tolist() for x in norms), strict=True):
+            bound = self._tolerance * (size + torch.finfo(torch.float32).tiny)
+            if not error <= bound and summands is not None:
+                bound += self._noise * float(double_norm(summands({key: stack[key]})))
+            self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
 
-    def wrong(self) -> list[Any]:
-        """Return the keys of the sums that differ."""
+    def wrong(self) -> list[str]:
+        """Return the parameters whose sums differ."""
         largest = max(self.sizes.values(), default=0.0)
         # kernels round to float32 also for half precision
         rounding = min(torch.finfo(x).eps for x in (self._dtype, torch.float32))

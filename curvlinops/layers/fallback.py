@@ -235,7 +235,8 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     dtype = task.output.dtype
     comparison = Comparison(dtype, torch.finfo(dtype).eps)
     for name, x in gradients.items():
-        comparison.add(name, x.sum(1), truth[name], lambda x=x: x.abs().sum(1))
+        sums, total = x.sum(1)[None], truth[name][None]
+        comparison.add({name: x}, sums, total, lambda stack, name=name: stack[name].abs().sum(1))
     if comparison.wrong():
         raise InteractingError(f"{COUPLED} (Samples alone have other gradients.)")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -123,6 +124,7 @@ class _Product(NamedTuple):
         return g if self.scale == 1 else g * self.scale
 
 
+@lru_cache(maxsize=256)  # many layers are equal
 def factor(
     other: str,
     output: Sequence[int],

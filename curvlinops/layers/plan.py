@@ -5,6 +5,7 @@ are read anew.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +45,8 @@ class Plan:
         for use in self.uses:
             factor = facts_of(others[use])
             is_dense = factor is None or torch.strided in factor
-            if is_dense and use.use.is_settled and use.use.has_groups and use.entries is not None:
+            has_groups = use.use.is_settled and use.use.has_groups and prod(use.shape) > 0
+            if is_dense and has_groups and use.entries is not None:
                 of = input_metadata(nodes[use.node])
                 facts = (
                     use.use,

@@ -19,6 +19,7 @@ from curvlinops.layers.gradients import (
     PerSampleGradient,
     PulledBackGradient,
     sum_of,
+    total,
 )
 from curvlinops.layers.graph import Graph, graph_of
 from curvlinops.layers.outer import OuterProducts
@@ -331,9 +332,7 @@ class RecordedBatch:
 
     # --- the check of rules
 
-    def check(
-        self, u: Tensor, one: "Arrived", names: Collection[str]
-    ) -> tuple[list[str], set[str]]:
+    def check(self, u: Tensor, one: "Arrived", names: Sequence[str]) -> tuple[list[str], set[str]]:
         """Compare the sums of gradients of samples with autograd's gradients.
 
         Args:
@@ -345,28 +344,26 @@ class RecordedBatch:
             The parameters for which they differ, and those whose gradients are zero, so that the
             comparison shows nothing.
         """
-        shards, eps = self._problem.model.shards, torch.finfo(self.output.dtype).eps
+        eps = torch.finfo(self.output.dtype).eps
         # the least precise dtype, also within the model
         precision = least_precise(self.nodes, self.output)
-        comparison = Comparison(precision, eps)
-        uses_of: dict[str, list[ParameterUse]] = {}
-        for use in self.uses:
-            uses_of.setdefault(use.name, []).append(use)
-        for name in names:
-            uses = uses_of.get(name, [])
-            truth = self._autograd_total(name, uses, u, one)
-            self._problem.check_finite(u.new_zeros(()), {name: truth})
-            shards.forget()
-            sums = partial(self._sum, {use: one.outputs[use] for use in uses})
-            comparison.add(name, sums(), truth, partial(sums, absolute=True))
+        comparison, used = Comparison(precision, eps), dict[str, Sequence[ParameterUse]]()
+        self._problem.check_finite(u.new_zeros(()), one.totals)
+        sums = partial(self._sums, dict(one.outputs))
+        for stack in self._stacks(one, names):
+            used |= stack
+            found = [self._autograd_total(name, uses, u, one) for name, uses in stack.items()]
+            truth = found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
+            self._problem.model.shards.forget()
+            comparison.add(stack, sums(stack), truth, partial(sums, absolute=True))
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
         alone = Comparison(precision, eps)
         for name in () if self.is_freed else zero:
-            if len(uses_of[name]) == 1:
-                (use,) = uses_of[name]
-                g = probe(one.outputs[use])
-                alone.add(name, self._sum({use: g}), self._behind(use, g), lambda: None)
+            if len(used[name]) == 1:
+                (use,) = used[name]
+                g, stack = probe(one.outputs[use]), {name: [use]}
+                alone.add(stack, self._sums({use: g}, stack), self._behind(use, g).unsqueeze(0))
         zero -= {name for name, size in alone.sizes.items() if size > 0}
         return [*comparison.wrong(), *alone.wrong()], zero
 
@@ -377,10 +374,12 @@ class RecordedBatch:
         if name in one.totals:
             return one.totals.pop(name)[0]
         if len(uses) == 1:
-            return self._behind(uses[0], one.outputs[uses[0]])
-        # a pass from one use may reach another one
-        with self._context():
-            return edge_vjp(get_gradient_edge(self.output), u, self._leaf(name))[0]
+            truth = self._behind(uses[0], one.outputs[uses[0]])
+        else:  # a pass from one use may reach another one
+            with self._context():
+                truth = edge_vjp(get_gradient_edge(self.output), u, self._leaf(name))[0]
+        self._problem.check_finite(u.new_zeros(()), {name: truth})
+        return truth
 
     def _behind(self, use: ParameterUse, g: Tensor) -> Tensor:
         """Return the gradient of a parameter, given one at the output of a use, ``[1, *]``."""
@@ -390,11 +389,21 @@ class RecordedBatch:
     def _leaf(self, name: str) -> GradientEdge:
         return get_gradient_edge(self._leaves[name])
 
-    def _sum(self, outputs: dict[ParameterUse, Tensor], absolute: bool = False) -> Tensor | None:
-        """Return the sum of gradients over all rows of a parameter's uses."""
-        arrived = Arrived(self, dict(outputs), {}, by_sample=False, absolute=absolute)
-        sums = [arrived.take(use).sum_over_samples()[0] for use in outputs]
-        return sum(sums) if sums else None
+    def _sums(
+        self,
+        outputs: Mapping[ParameterUse, Tensor],
+        stack: Mapping[str, Sequence[ParameterUse]],
+        absolute: bool = False,
+    ) -> Tensor:
+        """Return the sums of all rows' gradients of equal parameters, ``[L, *shape]``."""
+        mine = {use: outputs[use] for uses in stack.values() for use in uses}
+        arrived = Arrived(self, mine, {}, by_sample=False, absolute=absolute)
+        columns = zip(*stack.values(), strict=True)
+        sums = total(arrived.take(*uses).sum_over_samples()[0] for uses in columns)
+        if len(stack) == 1:
+            return sums.unsqueeze(0)
+        values = zip(stack.values(), sums.view(len(stack), 1, 1, -1), strict=True)
+        return torch.cat([uses[0].entries.spread(x)[0] for uses, x in values])
 
     # --- gradients of samples
 
@@ -408,26 +417,34 @@ class RecordedBatch:
             num_vectors: The number of vectors that were backpropagated.
             together: Whether those of several parameters may be ``parts`` of one gradient.
         """
+        for stack in self._stacks(arrived, self.names):
+            names, columns = [*stack], list(zip(*stack.values(), strict=True))
+            if not columns:
+                yield names[0], self._zero(names[0], num_vectors)
+            elif together or len(names) == 1:
+                found = sum_of([arrived.take(*uses) for uses in columns])
+                if len(names) > 1:
+                    found.parts = tuple((name, uses[0].entries) for name, uses in stack.items())
+                yield names[0], found
+            else:
+                each = zip(*(arrived.each(uses) for uses in columns), strict=True)
+                yield from zip(names, map(sum_of, map(list, each)), strict=True)
+
+    def _stacks(
+        self, arrived: "Arrived", names: Sequence[str]
+    ) -> Iterator[dict[str, list[ParameterUse]]]:
+        """Yield parameters that are computed together, and their uses."""
 
         def find() -> list[dict[str, list[ParameterUse]]]:
-            uses_of: dict[str, list[ParameterUse]] = {name: [] for name in self.names}
+            uses_of: dict[str, list[ParameterUse]] = {name: [] for name in names}
             for use in self.uses:
-                uses_of[use.name].append(use)
-            return [{name: uses_of[name] for name in names} for names in stacks_of(uses_of)]
+                if use.name in uses_of:
+                    uses_of[use.name].append(use)
+            return [{name: uses_of[name] for name in stack} for stack in stacks_of(uses_of)]
 
-        for uses_of in self.plan.known((*self.names, *self.uses), find):
-            for names in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
-                columns = list(zip(*(uses_of[name] for name in names), strict=True))
-                if not columns:
-                    yield names[0], self._zero(names[0], num_vectors)
-                elif together or len(names) == 1:
-                    found = sum_of([arrived.take(*uses) for uses in columns])
-                    if len(names) > 1:
-                        found.parts = tuple((name, uses_of[name][0].entries) for name in names)
-                    yield names[0], found
-                else:
-                    each = zip(*(arrived.each(uses) for uses in columns), strict=True)
-                    yield from zip(names, map(sum_of, map(list, each)), strict=True)
+        for uses_of in self.plan.known((*names, *self.uses), find):
+            for some in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
+                yield {name: uses_of[name] for name in some}
 
     def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
         leaf = self._leaves[name]

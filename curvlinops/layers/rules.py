@@ -7,7 +7,7 @@ input; register it with ``reads``, and import its file in ``layers/__init__.py``
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -115,6 +115,13 @@ class Use:
     part: int | None = None
     is_settled: bool = False
     has_groups: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # equal layers have one use
+        return hash((self.row_shape, self.to_rows, self.gradient, self.other, self.axes))
 
     @property
     def structure(self) -> "Use":
@@ -363,7 +370,10 @@ def times(x: Tensor | None, g: Tensor) -> Tensor:
     return g.real if g.is_complex() else g
 
 
-def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
+@lru_cache(maxsize=256)
+def bias(
+    shape: tuple[int, ...], output: tuple[int, ...], scale: float = 1.0, aligned: int = 0
+) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
     use = broadcast(shape, output, scale, aligned)
     return replace(use, is_bias=True, joins_weight=scale == 1.0)
