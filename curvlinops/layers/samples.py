@@ -33,6 +33,8 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
 NUM_GRAPHS = 256
+#: A layer's gradients take about as long as one use's part of a pass, if they take so much memory.
+_MANY = 2**18
 #: The number of graphs that are known. One takes about 1 kB for each of its nodes.
 NUM_KNOWN = 64
 
@@ -99,7 +101,9 @@ class SampleGradients:
     def vectors_at_once(self) -> int:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(BYTES // 2 // max(size, 1), 1)  # more is not faster
+        # more is not faster, except for many small layers
+        room = min(max(BYTES // 2, len(self.uses) * _MANY), BYTES)
+        return max(room // max(size, 1), 1)
 
     def split(
         self, tied: bool = False
