@@ -14,7 +14,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, follows, vectors_of
-from curvlinops.layers.gradients import PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses.base import DependentLossError
@@ -29,17 +29,20 @@ from curvlinops.operators.rows import (
 from curvlinops.operators.sample_rows import (
     GradientsOfRows,
     SampleRows,
+    add_sums,
     add_transposed,
     by_sample,
     check_rows,
     count_samples,
     graph_or_rows,
     loss_gradient,
+    merged,
     multiply,
     num_rows,
     products,
     rows_of,
     shapes_of,
+    write_rows,
 )
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches

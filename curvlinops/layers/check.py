@@ -55,15 +55,7 @@ class Comparison:
         truth: Tensor,
         summands: Callable[[Mapping[str, Any]], Tensor] | None = None,
     ) -> None:
-        """Compare the sums of some parameters.
-
-        Args:
-            stack: The parameters, and their uses.
-            sums: The sums of the rule's gradients, ``[L, *shape]``.
-            truth: Autograd's sums.
-            summands: Returns the sums of the absolute values of the summands of ``sums``; called
-                only where errors are not small anyway.
-        """
+        """Compare sums ``[L, *shape]``; those of absolute ``summands`` bound larger errors."""
         both = truth, sums.to(truth.device) - truth
         norms = (double_norm(x.reshape(len(x), -1), 1) for x in both)
         for key, size, error in zip(stack, *(x.tolist() for x in norms), strict=True):

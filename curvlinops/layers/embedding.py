@@ -114,13 +114,7 @@ def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
 
 
 def _are_whole(rows: Tensor, columns: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether a table's rows were looked up as a whole.
-
-    Args:
-        rows: The row of each entry that was looked up.
-        columns: The column of each entry.
-        shape: The table's shape.
-    """
+    """Return whether a table's rows were looked up as a whole."""
     if columns.shape[1 - len(shape) :] != shape[1:]:
         return False
     width = prod(shape[1:])

@@ -31,11 +31,6 @@ _LOGGER = logging.getLogger("curvlinops")
 def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[str, str]) -> None:
     """Refuse sharded parameters whose gradients are computed sample by sample.
 
-    Args:
-        problem: The model on a batch.
-        names: The parameters.
-        reasons: Why they are.
-
     Raises:
         NotImplementedError: If one of them is sharded.
     """
@@ -121,15 +116,7 @@ class OneByOne:
         u: Tensor,
         names: list[str],
     ) -> Iterator[Piece]:
-        """Yield the gradients of some samples at a time.
-
-        Args:
-            problem: The model on the batch.
-            apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
-            output: The model's output, samples first.
-            u: The vectors to backpropagate, ``[V, *output]``.
-            names: The parameters.
-        """
+        """Yield the gradients of some samples; ``apply`` adds those of ``[K, *output]``."""
         space, num_samples = problem.space.restricted(names), problem.samples_of(output)
         sizes = num_samples, len(output) // max(num_samples, 1)
         output, u = output.unflatten(0, sizes), u.unflatten(1, sizes)
@@ -247,12 +234,6 @@ def _alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> Ba
     Tensors whose first axis numbers the samples are cut, and targets whose first axis numbers the
     rows of the output; what is one tensor in X and y (points at which a loss differentiates) stays
     one.
-
-    Args:
-        problem: The problem on the whole batch.
-        n: The sample.
-        num_samples: The number of samples.
-        num_rows: The number of rows of the output for each sample.
     """
     X, y = select_samples((problem.batch.X, problem.batch.y), slice(n, n + 1), num_samples)
     if num_rows > 1:

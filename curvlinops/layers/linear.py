@@ -135,13 +135,8 @@ def factor(
 ) -> Use | None:
     """Return the use of w in ``w @ x`` or ``x @ w``; axes of length one in front are broadcast.
 
-    Args:
-        other: The attribute of the node that is x.
-        output: The shape of the product, ``[*batch, *, *]``.
-        w_shape: The shape of w. It may lack axes in front.
-        left: Whether w is the left factor.
-        scale: A scale of the product. It multiplies gradients, which are there for a short time.
-        batch: The axes of the batch that the node sees as one. Default: it sees the axes.
+    The node sees the axes of a ``batch``, those of the output in front, as one axis. A scale
+    multiplies gradients, which are there for a short time.
     """
     batch, (*_, rows, columns) = tuple(output[:-2] if batch is None else batch), output
     names = [f"b{axis}" for axis in range(len(batch))]

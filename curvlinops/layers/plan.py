@@ -34,12 +34,7 @@ class Plan:
         self._facts: dict[Hashable, Any] = {}
 
     def find_stacks(self, nodes: Sequence[Any], others: Mapping[ParameterUse, Any]) -> None:
-        """Find equal uses.
-
-        Args:
-            nodes: The nodes of one of the graphs.
-            others: The other factors there.
-        """
+        """Find equal uses, given the nodes and the other factors of one of the graphs."""
         kinds: dict[Hashable, int] = {}
         stacks: dict[Hashable, list[ParameterUse]] = {}
         for use in self.uses:

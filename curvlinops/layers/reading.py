@@ -121,13 +121,7 @@ class ParameterUse:
 def uses_at(
     node: Any, position: int, expanded: Any = None
 ) -> tuple[list[Use] | None, GradientEdge]:
-    """Return the uses of an input, and the function of parameters that they are uses of.
-
-    Args:
-        node: The node.
-        position: The position of the input.
-        expanded: The node that expands the input for a product of batches; ``None`` without.
-    """
+    """Return the uses of an input, perhaps an expanded one, and what they are uses of."""
     if expanded is not None:
         left = position == len(node.next_functions) - 2
         source = GradientEdge(*expanded.next_functions[0])

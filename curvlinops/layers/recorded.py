@@ -297,12 +297,10 @@ class RecordedBatch:
         return Arrived(self, zeros, {})
 
     def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
-        """Backpropagate vectors to the nodes that use parameters.
+        """Backpropagate vectors ``[V, *output]`` to the nodes that use parameters.
 
-        Args:
-            u: The vectors, ``[V, *output]``.
-            last: Whether this is the last call. A single vector then frees the graph.
-            totals: The parameters whose gradients autograd computes, too.
+        The ``last`` call, with a single vector, frees the graph. ``totals`` are parameters whose
+        gradients autograd computes, too.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         numbers = dict.fromkeys(use.node for use in self.uses)
@@ -333,16 +331,10 @@ class RecordedBatch:
     # --- the check of rules
 
     def check(self, u: Tensor, one: "Arrived", names: Sequence[str]) -> tuple[list[str], set[str]]:
-        """Compare the sums of gradients of samples with autograd's gradients.
+        """Compare sums of gradients with autograd's, given one vector's pass with totals.
 
-        Args:
-            u: A vector, ``[1, *output]``.
-            one: Its backward pass, with totals.
-            names: The parameters to compare.
-
-        Returns:
-            The parameters for which they differ, and those whose gradients are zero, so that the
-            comparison shows nothing.
+        Returns the parameters for which they differ, and those whose gradients are zero, so that
+        the comparison shows nothing.
         """
         eps = torch.finfo(self.output.dtype).eps
         # the least precise dtype, also within the model
@@ -410,12 +402,9 @@ class RecordedBatch:
     def by_parameter(
         self, arrived: "Arrived", num_vectors: int, together: bool = False
     ) -> Iterator[tuple[str, PerSampleGradient]]:
-        """Yield the gradients of all parameters, with their names.
+        """Yield gradients of parameters, with a name; what arrived is freed on the way.
 
-        Args:
-            arrived: The gradients at the outputs of uses, which are freed on the way.
-            num_vectors: The number of vectors that were backpropagated.
-            together: Whether those of several parameters may be ``parts`` of one gradient.
+        With ``together``, several parameters may be ``parts`` of one gradient.
         """
         for stack in self._stacks(arrived, self.names):
             names, columns = [*stack], list(zip(*stack.values(), strict=True))
@@ -453,13 +442,7 @@ class RecordedBatch:
     def on_parameter(
         self, use: ParameterUse, make: Callable[[Entries], PerSampleGradient], is_assigned: bool
     ) -> PerSampleGradient:
-        """Return gradients with respect to a parameter, given how to make those of the argument.
-
-        Args:
-            use: The use.
-            make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
-            is_assigned: Whether it is known to which samples rows belong.
-        """
+        """Return gradients of a parameter, given what makes those of some entries of a tensor."""
         if use.entries is not None:
             return make(use.entries)
         source, leaf = GradientEdge(self.nodes[use.source[0]], use.source[1]), self._leaf(use.name)
@@ -514,12 +497,7 @@ class Arrived:
         uses_of: Mapping[Item, Sequence[ParameterUse]],
         treatment: Callable[[Item], Hashable] = lambda item: None,
     ) -> Iterator[list[Item]]:
-        """Yield items whose uses are equal, one by one, and are computed together.
-
-        Args:
-            uses_of: The uses of each item.
-            treatment: What else must be equal.
-        """
+        """Yield items whose uses are equal, one by one, and that are treated alike."""
         for items in stacks_of(uses_of, treatment):
             yield from self.in_steps(items, uses_of)
 
@@ -557,11 +535,8 @@ class Arrived:
     ) -> PerSampleGradient:
         """Return the gradients of a use, whose memory is freed; of several equal ones side by side.
 
-        Args:
-            *uses: The uses, of one parameter each.
-            by_position: Whether gradients of biases become sums over positions, with inputs of one,
-                and are not written down.
-            elementwise: Whether those of all elementwise functions become such sums.
+        With ``by_position``, those of biases become sums over positions, with inputs of one, and
+        are not written down; with ``elementwise``, those of all elementwise functions do.
         """
         use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
         x, g = self._factors(uses, by_position and rule.matrices is not None)
@@ -650,12 +625,7 @@ def to_front(
 ) -> Tensor:
     """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
 
-    Args:
-        x: Rows. The first ``start`` axes do not number them, the next ``num_axes`` do.
-        samples: The axis of the rows that numbers the samples.
-        num_samples: N.
-        num_axes: Number of axes that together number the rows.
-        start: Number of axes in front of these.
+    ``start`` axes are in front of the ``num_axes`` that number the rows.
     """
     shape, end = x.shape, start + num_axes
     if samples.axis or samples.before > 1:

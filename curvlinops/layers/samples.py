@@ -33,8 +33,8 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
 NUM_GRAPHS = 256
-#: A layer's gradients take about as long as one use's part of a pass, if they take so much memory.
-_MANY = 2**18
+#: Memory of a use's gradients from which on the fixed costs of a pass do not matter.
+_LARGE = 2**18
 #: The number of graphs that are known. One takes about 1 kB for each of its nodes.
 NUM_KNOWN = 64
 
@@ -102,7 +102,7 @@ class SampleGradients:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         # more is not faster, except for many small layers
-        room = min(max(BYTES // 2, len(self.uses) * _MANY), BYTES)
+        room = min(max(BYTES // 2, len(self.uses) * _LARGE), BYTES)
         return max(room // max(size, 1), 1)
 
     def split(
@@ -122,11 +122,9 @@ class SampleGradients:
         return own, before, matrix
 
     def arrive(self, u: Tensor, last: bool = False) -> Arrived:
-        """Backpropagate vectors to the layers' uses, and check rules that were not checked before.
+        """Backpropagate vectors ``[V, *output]`` to uses, and check rules that were not checked.
 
-        Args:
-            u: The vectors to backpropagate, ``[V, *output]``.
-            last: Whether nothing is backpropagated later: memory is given back on the way.
+        The ``last`` call gives memory back on the way.
         """
         batch = self._batch
         if batch is None:
@@ -148,14 +146,8 @@ class SampleGradients:
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.
 
-        Args:
-            u: See ``arrive``.
-            last: See ``arrive``.
-            together: See ``RecordedBatch.by_parameter``.
-
-        Returns:
-            Some samples, and their gradients by parameter: first those of all samples for one
-            parameter with rules after the other, then the others.
+        All samples come for one parameter with rules after the other, then the others. For the
+        arguments see ``arrive`` and ``RecordedBatch.by_parameter``.
         """
         known: Iterable[tuple[str, PerSampleGradient]] = ()
         if self._batch is not None:

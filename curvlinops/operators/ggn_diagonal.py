@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.gradients import Piece, add_sums
+from curvlinops.layers.gradients import Piece
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add, not_finite
+from curvlinops.operators.sample_rows import add_sums
 from curvlinops.operators.vectors import (
     check_sampling,
     head_of,

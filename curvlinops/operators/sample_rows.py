@@ -9,7 +9,13 @@ from torch import Tensor
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.fallback import LossesOneByOne, UnequalRowsError
-from curvlinops.layers.gradients import Entries, LowRank, Piece, write_rows
+from curvlinops.layers.gradients import (
+    DenseGradient,
+    Entries,
+    LowRank,
+    PerSampleGradient,
+    Piece,
+)
 from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
@@ -115,6 +121,51 @@ def _by_term(
             return x.unflatten(0, sizes).transpose(0, 1)[start : start + step]
 
         yield samples.backward(u.to(output.dtype), False, together), view
+
+
+# --- rows of tensors, and sums of them
+
+
+def write_rows(
+    pieces: Iterable[Piece],
+    out: Columns,
+    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
+) -> None:
+    """Write gradients to the view ``[V, N, *]`` of ``{name: [M, *shape]}``, and free them."""
+    for samples, gradients in pieces:
+        for name in list(gradients):
+            gradient, rows = gradients.pop(name), view(out[name])[:, samples]
+            for some in gradient.slices():
+                gradient.write(some, rows[:, some])
+
+
+def add_sums(
+    out: Columns, pieces: Iterable[Piece], of: Callable[[PerSampleGradient], Tensor]
+) -> None:
+    """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            sums = {name: of(gradient)}
+            if gradient.parts:
+                values = sums[name].unflatten(1, (len(gradient.parts), 1, -1)).unbind(1)
+                pairs = zip(gradient.parts, values, strict=True)
+                sums = {name: entries.spread(x)[:, 0] for (name, entries), x in pairs}
+            add(out, slice(None), sums)
+
+
+def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:
+    """Return the gradients of all samples; those of several pieces are written side by side."""
+    by_name: dict[str, list[PerSampleGradient]] = {}
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            by_name.setdefault(name, []).append(gradient)
+    return {name: _joined(gradients) for name, gradients in by_name.items()}
+
+
+def _joined(gradients: list[PerSampleGradient]) -> PerSampleGradient:
+    if len(gradients) == 1:
+        return gradients[0]
+    return DenseGradient(torch.cat([gradient.rows(slice(None)) for gradient in gradients], 1))
 
 
 # --- inner products with vectors
