@@ -32,9 +32,7 @@ def probe(output: Tensor) -> Tensor:
 class Comparison:
     """Compares sums of parameters' gradients with autograd's, one stack after the other.
 
-    Args:
-        dtype: The least precise dtype in which gradients are computed.
-        eps: The relative rounding error of the output's dtype.
+    They are computed in a least precise ``dtype``; ``eps`` is the rounding error of the output's.
 
     Attributes:
         sizes: The norms of autograd's sums.

@@ -76,7 +76,7 @@ class Window(NamedTuple):
         for name, values in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
             if min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}.")
-        pads = both_sides(padding, kernel, stride, dilation)
+        pads = tuple(both_sides(padding, kernel, stride, dilation))
         size = tuple(
             get_conv_output_size(length + sum(pair), k, s, 0, d)
             for length, pair, k, s, d in zip(

@@ -147,13 +147,7 @@ IsFunction = Callable[[Any, Signature], bool | None]
 
 
 class Reading:
-    """The uses of parameters in a graph.
-
-    Args:
-        order: All nodes of the graph, inputs before what uses them.
-        leaves: The leaves of the graph that are parameters, and their names.
-        shapes: The shapes of the parameters, in their order.
-        is_function: Tells functions of parameters from uses.
+    """The uses of parameters in a graph, given its nodes, and what tells functions from uses.
 
     Attributes:
         uses: The uses.

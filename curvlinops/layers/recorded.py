@@ -48,13 +48,9 @@ _ONE_SAMPLE = SampleAxis(0, 1, 1)
 
 
 class RecordedBatch:
-    """One forward pass and the uses of parameters in its graph.
+    """One forward pass and the uses of parameters in its graph, which is added to the known ones.
 
-    Args:
-        problem: The model on a batch.
-        names: The parameters.
-        graphs: The known graphs. If none is that of this pass, it is added.
-        tracks_inputs: Whether the graph shows what depends on real numbers in X.
+    With ``tracks_inputs``, the graph shows what depends on real numbers in X.
 
     Attributes:
         names: The parameters.
@@ -104,7 +100,7 @@ class RecordedBatch:
         """Let the problem learn from the output, if it is the model's first."""
         if self._problem.is_first:
             with self._evaluation.active():
-                self._problem.learn_from(self.output, self._leaves, must_depend=False)
+                self._problem.learn_from(self.output, self._leaves, False, self.nodes)
 
     def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
         """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
@@ -466,14 +462,13 @@ Item = TypeVar("Item", bound=Hashable)
 class Arrived:
     """Gradients that have arrived at the outputs of uses; makes those of parameters of them.
 
-    Args:
-        batch: The batch.
+    Without ``by_sample``, or an axis of samples, all rows are those of one sample, which suffices
+    for sums. With ``absolute``, all factors of gradients are replaced by their absolute values.
+
+    Attributes:
         outputs: The gradient at each use's output, ``[V, *output]``.
         totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
             of gathered parameters would fill the memory, and are computed one by one.
-        by_sample: Whether rows belong to samples. Else, and where no axis numbers the samples, all
-            are those of one sample, which suffices for sums.
-        absolute: Whether all factors of the gradients are replaced by their absolute values.
     """
 
     def __init__(

@@ -213,11 +213,8 @@ class SampleBackward:
     layer's rows numbers the samples. Parameters without a rule, or without such an axis, get one
     backward pass for each sample.
 
-    Args:
-        name: Names the operator in messages.
-        independent: Whether samples that interact are refused.
-        allow_unassigned: Whether rules are kept whose rows have no axis of samples. Their rows can
-            only be added up, as in KFAC-expand.
+    With ``independent``, samples that interact are refused. With ``allow_unassigned``, rules are
+    kept whose rows have no axis of samples: these can only be added up, as in KFAC-expand.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.fallback import LossesOneByOne, UnequalRowsError
+from curvlinops.layers.fallback import UnequalRowsError
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
@@ -20,6 +20,7 @@ from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.losses.base import DependentLossError
+from curvlinops.operators.loss_rows import LossesOneByOne
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.derivatives import evaluate
 from curvlinops.support.columns import flat
