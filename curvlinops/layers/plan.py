@@ -43,15 +43,8 @@ class Plan:
             has_groups = use.use.is_settled and use.use.has_groups and prod(use.shape) > 0
             if is_dense and has_groups and use.entries is not None:
                 of = input_metadata(nodes[use.node])
-                facts = (
-                    use.use,
-                    use.samples,
-                    use.shape,
-                    tuple(of.shape),
-                    of.dtype,
-                    of.device,
-                    factor,
-                )
+                output = tuple(of.shape), of.dtype, of.device
+                facts = use.use, use.samples, use.shape, output, factor
                 use.kind, use.factor = kinds.setdefault(facts, len(kinds)), factor
             stacks.setdefault(use if use.kind is None else use.kind, []).append(use)
         self.stacks = tuple(map(tuple, stacks.values()))

@@ -112,10 +112,10 @@ class RecordedBatch:
             if any(known and not before.get(signature) for signature, known in roles.items()):
                 for graph in [*graphs]:  # some may have taken it for a use
                     graph.plans.clear()
-            if is_sure:
-                plans[same] = plan
             self._holds(plan)
             plan.find_stacks(self.nodes, self.others)
+            if is_sure:  # other threads use it from now on
+                plans[same] = plan
         self.plan, self.uses = plan, [*plan.uses]
 
     def _holds(self, plan: Plan) -> bool:

@@ -91,7 +91,7 @@ Place: TypeAlias = SampleAxis | _Assigned
 Claim: TypeAlias = Place | _OfOneSample | Constant | Literal[False] | None
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
 #: and the position and shape of an input. If it returns ``None``, the node is asked.
-Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
+AxisRule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
 
 
 def sample_axes(
@@ -482,7 +482,7 @@ _ELEMENTWISE = """
     TanhBackward ThresholdBackward
 """
 _SPLITS = "Split SplitWithSizes Unbind UnsafeSplit UnsafeSplitWithSizes"
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, AxisRule] = {
     kind: rule
     for kinds, rule in {
         _ELEMENTWISE: _elementwise,
@@ -546,6 +546,6 @@ def _kind(name: str) -> str:
 
 
 @cache
-def _rule_of(kind: str) -> Rule | None:
+def _rule_of(kind: str) -> AxisRule | None:
     images = _OF_IMAGES.match(kind)
     return partial(_trailing, int(images[1])) if images else _RULES.get(kind)
