@@ -2,15 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.certified import CertifiedScores, certified_scores
 from curvlinops.algorithms.cg import CGInverseLinearOperator
-from curvlinops.algorithms.convergence import (
-    ConvergenceError,
-    ConvergenceWarning,
-    DivergenceError,
-    NegativeCurvatureError,
-)
 from curvlinops.algorithms.dottest import dottest
 from curvlinops.algorithms.eigsh import Eigenpairs, eigsh
 from curvlinops.algorithms.hutchinson import (
@@ -20,6 +13,13 @@ from curvlinops.algorithms.hutchinson import (
     hutchpp_trace,
 )
 from curvlinops.algorithms.intervals import Interval, bilinear_form, quadratic_form
+from curvlinops.algorithms.iteration import (
+    ConvergenceError,
+    ConvergenceWarning,
+    DivergenceError,
+    Iteration,
+    NegativeCurvatureError,
+)
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lanczos import lanczos_logdet, trace_function
 from curvlinops.algorithms.lsmr import LSMRInverseLinearOperator, LSMRSolution

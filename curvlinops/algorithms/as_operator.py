@@ -12,8 +12,8 @@ from torch import Tensor
 
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
-from curvlinops.linear_operator.vectors import Vectors, is_native
-from curvlinops.support.arguments import LISTS, MAPPINGS, without_graph
+from curvlinops.linear_operator.vectors import Given, Vectors, is_native
+from curvlinops.support.arguments import without_graph
 
 #: A function that multiplies vectors.
 Product = Callable[[Tensor], Tensor]
@@ -61,12 +61,9 @@ class Matrix:
             raise ValueError(f"The matrix must be square, got shape {list(self.shape)}.")
 
     def __matmul__(self, X: Tensor) -> Tensor:
-        """Multiply vectors ``[columns, K]``.
+        """Multiply vectors ``[columns, K]``; refuse products that are not finite.
 
         The product is fastest if ``X`` is the transpose of a contiguous tensor.
-
-        Raises:
-            ValueError: If the product is not finite.
         """
         return self._multiply(X, self.operator)
 
@@ -80,7 +77,7 @@ class Matrix:
 
     def _multiply(self, X: Tensor, operator: TorchLinearOperator) -> Tensor:
         self.num_products += X.shape[1]
-        out = operator._multiply_rows(X.T).T
+        out = operator._multiply_columns(X.T).T
         if X.shape[1] and self.space.any(not_finite({"": out}) is not None):
             raise ValueError("A product with the matrix is not finite, though the vector is.")
         return out
@@ -89,23 +86,10 @@ class Matrix:
         """Return vectors ``[columns]`` or ``[columns, K]`` as users get them."""
         return self.space.vectors(X)
 
-    def read_rows(self, x: Vectors) -> Tensor:
-        """Return a user's vectors as rows ``[K, columns]``.
-
-        Args:
-            x: A NumPy array or a tensor, ``[columns]`` or ``[columns, K]``; or a list or dictionary
-                of tensors, one for each parameter.
-        """
+    def read(self, x: Vectors) -> Given:
+        """Return a user's vectors, an array or a tensor for each parameter, as columns."""
         without_graph(x, "The vector")
-        return self.operator._to_columns(x if is_native(x) else np.array(x))[0]
-
-    def is_vector(self, x: Vectors) -> bool:
-        """Return whether a user's vectors are a single one, without an axis for columns."""
-        x = x if is_native(x) else np.array(x)
-        if not isinstance(x, (LISTS, MAPPINGS)):
-            return x.ndim == 1
-        name, shape = next(iter(self.space.shapes.items()))
-        return (x[name] if isinstance(x, MAPPINGS) else x[0]).ndim == len(shape)
+        return self.operator._read(x if is_native(x) else np.array(x))
 
 
 def as_operator(A: AnyMatrix) -> TorchLinearOperator:
@@ -122,15 +106,7 @@ def as_operator(A: AnyMatrix) -> TorchLinearOperator:
 
 
 def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinearOperator | None:
-    """Return a preconditioner as an operator.
-
-    Args:
-        preconditioner: An operator or matrix; a function of vectors ``[D]``; or ``None``.
-        A: The matrix whose inverse the preconditioner approximates.
-
-    Raises:
-        ValueError: If the preconditioner's shape or parameters are not those of the matrix.
-    """
+    """Return a preconditioner of a matrix, which may be a function of vectors ``[D]``."""
     if preconditioner is None:
         return None
     if callable(preconditioner) and not isinstance(preconditioner, LinearOperator):
@@ -150,13 +126,7 @@ def read_preconditioner(preconditioner: Preconditioner, A: Matrix) -> TorchLinea
 class ForeignLinearOperator(TorchLinearOperator):
     """Wraps a matrix from outside as an operator of this package.
 
-    Args:
-        shape: The matrix's shape.
-        dtype: The dtype of products, float32 or float64.
-        device: The device of products.
-        multiply: Multiplies ``[columns, K]`` by the matrix.
-        multiply_adjoint: Multiplies ``[rows, K]`` by its transpose.
-        operands: The operators of this package that it multiplies with.
+    Its functions multiply ``[columns, K]`` by it, and ``[rows, K]`` by its transpose.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
 from curvlinops.algorithms.intervals import bilinear_form
-from curvlinops.algorithms.solver import solves
+from curvlinops.algorithms.iteration import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_count
@@ -70,11 +70,11 @@ def certified_scores(
         ValueError: See ``bilinear_form``; or if ``query`` is not a single vector.
     """
     every, approximate = Matrix(rows), K.damped(damping).inverse()
-    if not every.is_vector(query):
+    q, is_single, _ = every.read(query)
+    if not is_single:
         raise ValueError("The query must be a single vector. Call the function for each.")
-    q = every.read_rows(query)
     top = min(check_count("top", top), every.shape[0])
-    estimates = (every @ approximate._multiply_rows(q).T)[:, 0]
+    estimates = (every @ approximate._multiply_columns(q).T)[:, 0]
     leading = estimates.argsort(descending=True, stable=True)[:top]
     units = torch.zeros(top, every.shape[0], dtype=every.dtype, device=every.device)
     units[torch.arange(top, device=every.device), leading] = 1.0

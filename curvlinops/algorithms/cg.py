@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.convergence import NegativeCurvatureError
+from curvlinops.algorithms.iteration import NegativeCurvatureError
 from curvlinops.algorithms.krylov import (
     DampedMatrix,
     IterationLog,

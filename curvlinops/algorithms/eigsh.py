@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iteration import (
+    Callback,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solves,
+    stops,
+)
 from curvlinops.algorithms.krylov import ASYMMETRY
-from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import as_integer, check_choice, check_count
@@ -143,7 +149,7 @@ def eigsh(
     check_choice("which", which, ("LM", "LA", "SA", "BE"))
     if not 0 <= tol < 1:
         raise ValueError(f"tol must be at least zero and less than one, got {tol!r}.")
-    start = None if v0 is None else matrix.read_rows(v0)
+    start = None if v0 is None else matrix.read(v0).columns
     if start is not None and len(start) != 1:
         raise ValueError(f"v0 must be a single vector, got {len(start)}.")
     ncv = _basis_size(matrix, k, ncv)
@@ -266,9 +272,7 @@ class _Search:
     def run(self, maxiter: int, observe: Callable[[RitzPairs], bool]) -> int:
         """Search; return the number of pairs that miss their goal, or may not be the wanted ones.
 
-        Args:
-            maxiter: The largest number of restarts.
-            observe: Called with the wanted pairs at each check. True ends the search.
+        ``observe`` is called with the wanted pairs at each check; True ends the search.
         """
         basis, restarts, checked = self._basis, 0, 0
         while True:
@@ -626,10 +630,6 @@ class LanczosBasis:
         A Ritz vector y that has converged next to the limit has a small part along x, ``coupling /
         (lambda - theta)``. If that is negligible, the bound holds for the rest of the start, with
         ``sum_i 1 / (limit - theta_i)`` of the other Ritz values in place of y's own.
-
-        Args:
-            limit: A number beyond the Ritz values.
-            pairs: All Ritz pairs.
         """
         if not self._has_next:
             return True
@@ -645,12 +645,7 @@ class LanczosBasis:
         return self._log_betas - float(others.log().sum() - inverse.log().sum()) <= log(chance)
 
     def restart(self, pairs: RitzPairs, kept: Tensor) -> None:
-        """Replace V by Ritz vectors; q stays.
-
-        Args:
-            pairs: All Ritz pairs.
-            kept: Indices of those that stay, locked ones first.
-        """
+        """Replace V by some of all Ritz vectors, locked ones first; q stays."""
         is_dropped = ~pairs.is_locked
         is_dropped[kept] = False
         self._dropped.append(pairs.values[is_dropped])

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
+from curvlinops.algorithms.iteration import Callback, Iteration, check_callback, solves, stops
 from curvlinops.algorithms.krylov import (
     ASYMMETRY,
     Systems,
@@ -39,7 +39,6 @@ from curvlinops.algorithms.krylov import (
     orthonormalized,
     scaled,
 )
-from curvlinops.algorithms.solver import solves
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Vectors
 from curvlinops.support.arguments import check_choice, check_count, check_number
@@ -127,12 +126,11 @@ def quadratic_form(
         True
     """
     matrix = Matrix(A, square=True)
-    is_single = matrix.is_vector(g)
+    rows, is_single, _ = matrix.read(g)
 
     def combine(forms: Interval) -> Interval:
         return _first(forms) if is_single else forms
 
-    rows = matrix.read_rows(g)
     rounded, options = matrix.space.norms(rows), (num_products, rtol, preconditioner, callback)
     is_log = check_choice("function", function, ("inverse", "log")) == "log"
     if is_log and preconditioner is not None:
@@ -175,8 +173,8 @@ def bilinear_form(
         ValueError: See ``quadratic_form``; or if the numbers of vectors do not fit.
     """
     matrix = Matrix(A, square=True)
-    is_single = matrix.is_vector(g) and matrix.is_vector(h)
-    G, H = matrix.read_rows(g), matrix.read_rows(h)
+    G, H = matrix.read(g), matrix.read(h)
+    is_single, G, H = G.is_single and H.is_single, G.columns, H.columns
     num = max(len(G), len(H))
     if not {len(G), len(H)} <= {1, num}:
         raise ValueError(f"g has {len(G)} columns, h has {len(H)}: pass equally many, or one.")
@@ -271,7 +269,7 @@ def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tenso
         inverse = operator.damped(damping).inverse()
     except NotImplementedError:
         return None
-    return operator.domain.dots(rows, inverse._multiply_rows(rows))
+    return operator.domain.dots(rows, inverse._multiply_columns(rows))
 
 
 class _Directions:
@@ -317,7 +315,7 @@ class _Directions:
         # after the product with a product, the norm of the matrix is known
         z = s.V[:, 0] if m == 1 else s.residual
         if preconditioner is not None and m != 1:
-            z = preconditioner._multiply_rows(z).to(z)
+            z = preconditioner._multiply_columns(z).to(z)
         z, _, _ = orthonormalized(space, z, s.Z)
         s.S, s.R, s.P = (torch.nn.functional.pad(x, (0, 1, 0, 1)) for x in (s.S, s.R, s.P))
         s.b, s.t = (torch.nn.functional.pad(x, (0, 1)) for x in (s.b, s.t))

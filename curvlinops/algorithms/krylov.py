@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import isfinite
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -10,9 +9,15 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import check_on_failure, fail
-from curvlinops.algorithms.solver import solver
+from curvlinops.algorithms.iteration import (
+    Callback,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solver,
+    stops,
+)
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Array, Vectors
@@ -96,11 +101,9 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         if self.rtol == self.atol == 0:
             raise ValueError("rtol and atol must not both be zero.")
         self.maxiter = check_count("maxiter", 10 * self.shape[0] if maxiter is None else maxiter)
-        self._x0 = None if x0 is None else self._matrix.read_rows(x0)
+        self._x0 = None if x0 is None else self._matrix.read(x0).columns
         self._preconditioner = read_preconditioner(preconditioner, self._matrix)
         self.damping = check_number("damping", damping)
-        if not isfinite(self.damping):
-            raise ValueError(f"damping must be finite, got {damping}.")
         check_on_failure(on_failure)
         self.on_failure = on_failure
         self._callback = check_callback(callback)
@@ -108,7 +111,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
     def _improve(
         self, A: "DampedMatrix", X: Tensor, log: "IterationLog", systems: "Systems", budget: int
     ) -> None:
-        """Add approximate solutions of unsolved systems to rows of X ``[K, D]``, in place."""
+        """Add approximate solutions of unsolved systems to columns X ``[K, D]``, in place."""
         raise NotImplementedError
 
     @overload
@@ -134,10 +137,10 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             ValueError: If a right-hand side requires gradients; only products have derivatives.
         """
         without_graph(B, "The right-hand side")
-        columns, write = self._to_columns(B)
-        start = self._x0 if x0 is None else self._matrix.read_rows(x0)
-        X, *info = self._solve(columns, start)
-        return Solution(write(X, self.codomain), *info)
+        given = self._read(B)
+        start = self._x0 if x0 is None else self._matrix.read(x0).columns
+        X, *info = self._solve(given.columns, start)
+        return Solution(given.write(X, self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -150,7 +153,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
         return self._solve(columns, self._x0)[0]
 
     def _solve(self, B: Tensor, x0: Tensor | None) -> tuple[Tensor, ...]:
-        """Solve for rows ``[K, D]``; return the fields of ``Solution``, with rows."""
+        """Solve for columns ``[K, D]``; return the fields of ``Solution``, with columns."""
         with solver(self):
             # a new object for each call, which no other thread changes
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
@@ -208,18 +211,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
 
 
 class DampedMatrix:
-    """A symmetric matrix with damping, and its preconditioner.
-
-    Args:
-        matrix: The matrix A.
-        damping: Multiple of the identity that is added to A.
-        preconditioner: Approximates the inverse. ``None``: the identity.
-        method: The name of the method, for error messages.
-
-    Attributes:
-        space: The space of the vectors.
-        num_products: Number of rows multiplied so far.
-    """
+    """A symmetric matrix with damping, and its preconditioner; messages name the method."""
 
     def __init__(
         self,
@@ -234,38 +226,34 @@ class DampedMatrix:
         self._last: tuple[Tensor, Tensor] | None = None
         self.num_products = 0
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Multiply rows ``[K, D]`` by ``A + damping I``.
-
-        Raises:
-            ValueError: If products show that the matrix is not symmetric.
-        """
-        self.num_products += len(rows)
-        out = (self._matrix @ rows.T).T.contiguous()
+    def multiply(self, columns: Tensor) -> Tensor:
+        """Multiply columns ``[K, D]`` by ``A + damping I``; refuse what is not symmetric."""
+        self.num_products += len(columns)
+        out = (self._matrix @ columns.T).T.contiguous()
         if self._damping:
-            out = out.add(rows, alpha=self._damping)
-        if len(rows) and not self._matrix.operator.self_adjoint:
-            self._check_symmetric(rows, out)
+            out = out.add(columns, alpha=self._damping)
+        if len(columns) and not self._matrix.operator.self_adjoint:
+            self._check_symmetric(columns, out)
         return out
 
-    def precondition(self, rows: Tensor) -> Tensor:
-        """Multiply rows ``[K, D]`` by the preconditioner."""
+    def precondition(self, columns: Tensor) -> Tensor:
+        """Multiply columns ``[K, D]`` by the preconditioner."""
         if self._preconditioner is None:
-            return rows
-        return self._preconditioner._multiply_rows(rows).contiguous().to(rows)
+            return columns
+        return self._preconditioner._multiply_columns(columns).contiguous().to(columns)
 
     def vectors(self, X: Tensor) -> Any:
         """Return vectors as users get them, see ``Matrix.vectors``."""
         return self._matrix.vectors(X)
 
-    def _check_symmetric(self, rows: Tensor, products: Tensor) -> None:
+    def _check_symmetric(self, columns: Tensor, products: Tensor) -> None:
         """Check ``<x, A y> = <A x, y>`` for the last two products, without another one."""
-        last, self._last = self._last, (rows, products)
-        if last is None or last[0].shape != rows.shape:
+        last, self._last = self._last, (columns, products)
+        if last is None or last[0].shape != columns.shape:
             return
         dots, norms = self.space.dots, self.space.norms
-        difference = dots(last[0], products) - dots(last[1], rows)
-        size_x, size_Ax, size_y, size_Ay = (norms(x) for x in (*last, rows, products))
+        difference = dots(last[0], products) - dots(last[1], columns)
+        size_x, size_Ax, size_y, size_Ay = (norms(x) for x in (*last, columns, products))
         norm = torch.cat([size_Ax / size_x, size_Ay / size_y]).nan_to_num().max()
         if bool((difference.abs() > ASYMMETRY * norm * size_x * size_y).any()):
             raise ValueError(
@@ -292,11 +280,6 @@ class Systems(SimpleNamespace):
 class IterationLog:
     """Records the iterations of a solver, and calls the user's callback after each.
 
-    Args:
-        A: Counts the products.
-        residuals: Residual norms of all K systems before the first iteration, ``[K]``.
-        stops: Calls the callback with the state that a function returns, see ``callbacks.stops``.
-
     Attributes:
         iterations: Number of iterations of each system, ``[K]``.
         has_stopped: Whether the callback has stopped the iteration.
@@ -314,13 +297,7 @@ class IterationLog:
         self.has_stopped = False
 
     def add(self, X: Tensor, systems: Systems, residuals: Tensor) -> bool:
-        """Record an iteration; return whether the callback stops.
-
-        Args:
-            X: The solutions of all systems so far, ``[K, D]``.
-            systems: The systems of this iteration.
-            residuals: The residual norms of these systems.
-        """
+        """Record solutions ``[K, D]`` and these systems' residuals; return whether to stop."""
         self.iterations[systems.index] += 1
         current = self._residuals[-1].index_copy(0, systems.index, residuals)
         self._residuals.append(current)
@@ -340,10 +317,11 @@ class IterationLog:
         return torch.stack(self._residuals)[1:]
 
 
-def check_sizes(space: ParameterSpace, rows: Tensor) -> Tensor:
+def check_sizes(space: ParameterSpace, columns: Tensor) -> Tensor:
     """Return the norms of vectors ``[K, D]``, whose squares neither over- nor underflow."""
-    sizes = space.norms(rows)
-    if bool((sizes != sizes.clamp(1e-150, 1e150))[space.norms((rows != 0).to(rows)) > 0].any()):
+    sizes = space.norms(columns)
+    is_zero = space.norms((columns != 0).to(columns)) == 0
+    if not bool(((sizes == sizes.clamp(1e-150, 1e150)) | is_zero).all()):
         raise ValueError(
             "Norms of right-hand sides must be zero, or between 1e-150 and 1e150. Scale the "
             "right-hand sides."
@@ -351,41 +329,34 @@ def check_sizes(space: ParameterSpace, rows: Tensor) -> Tensor:
     return sizes
 
 
-def add_scaled(rows: Tensor, factors: Tensor, others: Tensor) -> Tensor:
-    """Return ``rows + factors * others`` for rows ``[K, D]`` and a factor for each, ``[K]``."""
-    return torch.addcmul(rows, factors.to(rows).unsqueeze(1), others)
+def add_scaled(columns: Tensor, factors: Tensor, others: Tensor) -> Tensor:
+    """Return ``columns + factors * others`` with a factor for each, ``[K]``."""
+    return torch.addcmul(columns, factors.to(columns).unsqueeze(1), others)
 
 
-def scaled(factors: Tensor, rows: Tensor) -> Tensor:
+def scaled(factors: Tensor, columns: Tensor) -> Tensor:
     """Multiply each row of ``[K, D]`` by its factor."""
-    return factors.to(rows).unsqueeze(1) * rows
+    return factors.to(columns).unsqueeze(1) * columns
 
 
 def orthonormalized(
-    space: ParameterSpace, rows: Tensor, bases: Tensor
+    space: ParameterSpace, columns: Tensor, bases: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit vectors that are orthogonal to bases, by two passes of Gram and Schmidt.
+    """Return unit vectors orthogonal to bases ``[K, m, D]``, overlaps ``[K, m]``, norms ``[K]``.
 
-    Args:
-        space: The space of the vectors.
-        rows: K vectors, ``[K, D]``.
-        bases: An orthonormal basis for each, ``[K, m, D]``.
-
-    Returns:
-        The unit vectors, ``[K, D]``; the overlaps of the vectors with their bases, ``[K, m]``, and
-        the norms of what is outside of these, ``[K]``, in float64. Vectors of which only rounding
-        errors are outside have the unit vector zero.
+    The norms are those of what is outside of the bases, by two passes of Gram and Schmidt. Vectors
+    ``[K, D]`` of which only rounding errors are outside have the unit vector zero.
     """
-    overlaps = rows.new_zeros(bases.shape[:2], dtype=torch.float64)
-    sizes = overlaps.new_ones(len(rows), 1)
+    overlaps = columns.new_zeros(bases.shape[:2], dtype=torch.float64)
+    sizes = overlaps.new_ones(len(columns), 1)
     for _ in range(2):
-        more = space.overlaps(bases, rows)
-        rows, overlaps = rows - combined(bases, more), overlaps + sizes * more
-        outside = space.norms(rows)
-        rows = scaled((1 / outside).nan_to_num(posinf=0.0), rows)
+        more = space.overlaps(bases, columns)
+        columns, overlaps = columns - combined(bases, more), overlaps + sizes * more
+        outside = space.norms(columns)
+        columns = scaled((1 / outside).nan_to_num(posinf=0.0), columns)
         sizes = sizes * outside.unsqueeze(1)
     is_outside = outside > 0.5
-    return scaled(is_outside, rows), overlaps, sizes[:, 0] * is_outside
+    return scaled(is_outside, columns), overlaps, sizes[:, 0] * is_outside
 
 
 def combined(bases: Tensor, x: Tensor) -> Tensor:

@@ -39,22 +39,11 @@ class Quadrature(NamedTuple):
 
 
 def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:
-    """Run Lanczos' three-term recurrence from several starting vectors at once.
+    """Run Lanczos' recurrence from the starting vectors ``[D, K]``; return rules of M nodes.
 
     Each new vector is orthogonalized twice against all earlier ones. The recurrence alone soon
-    loses orthogonality, and then finds eigenvalues more than once.
-
-    Args:
-        matrix: The symmetric matrix.
-        X: The starting vectors, ``[D, K]``.
-        num_steps: The number M of products for each vector, at most D.
-
-    Returns:
-        Rules of M nodes. If a run ends early, in an invariant subspace, its further nodes have
-        weight zero.
-
-    Raises:
-        ValueError: If products show that the matrix is not symmetric.
+    loses orthogonality, and then finds eigenvalues more than once. If a run ends early, in an
+    invariant subspace, its further nodes have weight zero.
     """
     eps = torch.finfo(matrix.dtype).eps
     space = matrix.space

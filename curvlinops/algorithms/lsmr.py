@@ -9,9 +9,8 @@ from scipy.sparse.linalg import LinearOperator, lsmr
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Product
-from curvlinops.algorithms.convergence import check_on_failure, fail
+from curvlinops.algorithms.iteration import check_on_failure, fail, solver
 from curvlinops.algorithms.krylov import Kind
-from curvlinops.algorithms.solver import solver
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.linear_operator.vectors import Array, Vectors
 from curvlinops.support.arguments import check_count, check_number, without_graph
@@ -110,9 +109,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
     def matvec_with_info(self, x: Vectors) -> LSMRSolution:
         """Solve for one or several right-hand sides; return all results of SciPy's ``lsmr``."""
         without_graph(x, "The right-hand side")
-        columns, write = self._to_columns(x)
-        X, *info = self._solve(columns)
-        return LSMRSolution(write(X, self.codomain), *info)
+        given = self._read(x)
+        X, *info = self._solve(given.columns)
+        return LSMRSolution(given.write(X, self.codomain), *info)
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -135,7 +134,7 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         )
 
     def _solve(self, B: Tensor) -> tuple[Tensor, ...]:
-        """Solve for rows; return the fields of ``LSMRSolution``, with true residuals."""
+        """Solve for columns; return the fields of ``LSMRSolution``, with true residuals."""
         multiply, transposed = self._matrix.__matmul__, self._matrix.adjoint_matmul
         eps = torch.finfo(self.torch_dtype).eps
         atol, btol = max(self.atol, eps), max(self.btol, eps)

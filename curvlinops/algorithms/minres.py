@@ -55,11 +55,11 @@ def _start(A: DampedMatrix, systems: Systems, z: Tensor) -> Systems:
     tridiagonal matrix by Givens rotations. Preconditioned residuals are z.
     """
     beta = check_positive(A.space.dots(systems.R, z)).sqrt()
-    zero, one, rows = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(z)
+    zero, one, zeros = torch.zeros_like(beta), torch.ones_like(beta), torch.zeros_like(z)
     return Systems(
         **vars(systems),
         y=systems.R,  # the next vector is v = M y / beta
-        y_old=rows,
+        y_old=zeros,
         z=z,  # M y
         beta=beta,  # <y, M y>^(1/2)
         beta_old=one,
@@ -69,8 +69,8 @@ def _start(A: DampedMatrix, systems: Systems, z: Tensor) -> Systems:
         sin=zero,
         below=zero,  # entry of the next rotated column, one above the diagonal
         above=zero,  # and two above the diagonal
-        w=rows,  # directions
-        w_old=rows,
+        w=zeros,  # directions
+        w_old=zeros,
     )
 
 

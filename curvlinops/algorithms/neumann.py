@@ -1,7 +1,6 @@
 """The inverse as a truncated Neumann series."""
 
 from functools import partial
-from math import isfinite
 
 from torch import Tensor
 
@@ -11,9 +10,16 @@ from curvlinops.algorithms.as_operator import (
     Preconditioner,
     read_preconditioner,
 )
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import DivergenceError, check_on_failure, fail
-from curvlinops.algorithms.solver import solver
+from curvlinops.algorithms.iteration import (
+    Callback,
+    DivergenceError,
+    Iteration,
+    check_callback,
+    check_on_failure,
+    fail,
+    solver,
+    stops,
+)
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 
@@ -74,8 +80,8 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
         super().__init__(operator.codomain, operator.domain, symmetric)
         self.num_terms = check_count("num_terms", num_terms, at_least=0)
         self.scale, self.check_nan = check_number("scale", scale), check_nan
-        if not isfinite(self.scale) or self.scale == 0:
-            raise ValueError(f"scale must be a finite number other than zero, got {scale!r}.")
+        if self.scale == 0:
+            raise ValueError("scale must not be zero.")
 
     def _description(self) -> list[str]:
         return [self._matrix.operator._formula()]
@@ -101,16 +107,16 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             self._callback,
         )
 
-    def _precondition(self, rows: Tensor) -> Tensor:
-        """Multiply rows ``[K, D]`` by the preconditioner."""
+    def _precondition(self, columns: Tensor) -> Tensor:
+        """Multiply columns ``[K, D]`` by the preconditioner."""
         if self._preconditioner is None:
-            return rows
-        return self._preconditioner._multiply_rows(rows).to(rows)
+            return columns
+        return self._preconditioner._multiply_columns(columns).to(columns)
 
-    def _sum(self, rows: Tensor) -> Tensor:
-        """Return ``scale * sum_k (I - scale P A)^k rows``, for rows ``[K, D]``."""
+    def _sum(self, columns: Tensor) -> Tensor:
+        """Return ``scale * sum_k (I - scale P A)^k columns``, for columns ``[K, D]``."""
         with solver(self):
-            term = total = self.scale * rows
+            term = total = self.scale * columns
             first = last = self.domain.norms(term)
             for k in range(1, self.num_terms + 1):
                 try:

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.algorithms.callbacks import Iteration
 from curvlinops.algorithms.certified import CertifiedScores
 from curvlinops.algorithms.eigsh import Eigenpairs
 from curvlinops.algorithms.intervals import Interval
+from curvlinops.algorithms.iteration import Iteration
 from curvlinops.algorithms.krylov import Solution
 from curvlinops.algorithms.lsmr import LSMRSolution
 from curvlinops.algorithms.sampling import Estimate

@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
-from curvlinops.algorithms.callbacks import Callback, Iteration, check_callback, stops
-from curvlinops.algorithms.convergence import ConvergenceWarning
-from curvlinops.algorithms.solver import solves
+from curvlinops.algorithms.iteration import (
+    Callback,
+    ConvergenceWarning,
+    Iteration,
+    check_callback,
+    solves,
+    stops,
+)
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.norms import double_norm
 from curvlinops.support.rng import check_source, read_generator
@@ -87,20 +92,9 @@ def estimator(
 class Sampler:
     """Draws random vectors x with ``E[x x^T] = I``, until an estimate is accurate enough.
 
-    Args:
-        matrix: The matrix that multiplies the vectors.
-        distribution: ``"rademacher"`` (entries are signs), ``"gaussian"`` or ``"normal"``
-            (standard normal), or ``"sphere"`` (uniform on the sphere of radius ``sqrt(D)``).
-        held: Number of vectors that the algorithm holds in memory for each random vector.
-        rtol: See ``hutchinson_trace``, as for the other options.
-        return_error: Whether results are an ``Estimate``.
-        chunk_size: Number of vectors that are multiplied at once.
-        seed: Seed of the generator.
-        generator: The source of random numbers.
-        callback: A function that is called after each block of random vectors.
-
-    Raises:
-        ValueError: If an argument is out of range.
+    Entries are signs (``"rademacher"``), or standard normal; ``"sphere"`` is uniform on the sphere
+    of radius ``sqrt(D)``. The algorithm holds ``held`` vectors in memory for each random one. For
+    other options see ``hutchinson_trace``.
     """
 
     def __init__(
@@ -156,13 +150,7 @@ class Sampler:
     def num_vectors(self, num_matvecs: int, cost: int = 1, error_needs: int = 2) -> int | None:
         """Return the number of random vectors, or ``None`` if D products are allowed.
 
-        Args:
-            num_matvecs: The largest number of products.
-            cost: The number of products for each random vector.
-            error_needs: The smallest number of random vectors for a standard error.
-
-        Raises:
-            ValueError: If ``num_matvecs`` is too small for an estimate.
+        Each costs some products. A standard error needs at least some vectors.
         """
         fewest = error_needs if self.return_error else 1
         at_least = max(min(cost * fewest, self.dim), 1)
@@ -173,12 +161,7 @@ class Sampler:
         return None if is_exact else num // cost
 
     def stops(self, iteration: int, values: Tensor) -> bool:
-        """Call the callback after a block of random vectors; return whether it stops.
-
-        Args:
-            iteration: The number of blocks so far.
-            values: The estimate so far, or Ritz values.
-        """
+        """Call the callback after a block of random vectors; return whether it stops."""
         products = self.matrix.num_products
         state = partial(Iteration, iteration=iteration, num_products=products, values=values)
         return stops(self.callback, self.matrix.operator._team, state)
@@ -188,9 +171,7 @@ class Sampler:
     ) -> Tensor | Estimate:
         """Average ``terms(X, A X)`` over random vectors X; add up over unit vectors if allowed.
 
-        Args:
-            num_matvecs: The largest number of products.
-            terms: Takes vectors ``[D, K]`` and their products; returns terms ``[..., K]``.
+        Terms of ``[D, K]`` are ``[..., K]``.
         """
         num, mean = self.num_vectors(num_matvecs), RunningMean()
         if num is None:
@@ -198,17 +179,13 @@ class Sampler:
         return self.run(num, lambda X: mean.update(terms(X, self.matrix @ X)))
 
     def exact(self, terms: Callable[[Tensor, Tensor], Tensor]) -> Tensor | Estimate:
-        """Add up terms over all unit vectors.
-
-        Args:
-            terms: Takes vectors ``[D, K]`` and their products; returns terms ``[..., K]``.
-        """
+        """Add up ``terms(X, A X)``, ``[..., K]``, over all unit vectors ``[D, K]``."""
         options = {"dtype": self.matrix.dtype, "device": self.matrix.device}
         total = torch.zeros((), **options)
         for start in range(0, self.dim, self.chunk_size):
-            rows = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
-            rows.diagonal(start).fill_(1.0)
-            total = total + terms(rows.T, self.matrix @ rows.T).sum(-1)
+            units = torch.zeros(min(self.chunk_size, self.dim - start), self.dim, **options)
+            units.diagonal(start).fill_(1.0)
+            total = total + terms(units.T, self.matrix @ units.T).sum(-1)
         self.stops(1, total)  # sums over some of the unit vectors are no estimates
         return self._result(total, torch.zeros_like(total))
 
@@ -220,12 +197,9 @@ class Sampler:
     ) -> Tensor | Estimate:
         """Draw up to ``num`` random vectors, until the standard error is small enough.
 
-        Args:
-            num: The largest number of random vectors.
-            update: Takes new vectors ``[D, K]``; returns the estimate from all vectors so far, and
-                its standard error.
-            at_once: Number of vectors that are drawn at once. Default: ``chunk_size``. With
-                ``rtol``, at most eight.
+        ``update`` takes new vectors ``[D, K]``; it returns the estimate from all vectors so far,
+        and its standard error. By default ``chunk_size`` are drawn at once; with ``rtol``, at most
+        eight.
         """
         size = self.chunk_size if at_once is None else at_once
         size = size if self.rtol is None else min(size, _MIN_SAMPLES)
@@ -279,11 +253,7 @@ class RunningMean:
         self._spread = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def update(self, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Add samples, which lie along the last axis.
-
-        Returns:
-            The mean of all samples so far, and its standard error, NaN for a single sample.
-        """
+        """Add samples, which lie along the last axis; return mean and standard error so far."""
         num, mean = samples.shape[-1], samples.mean(-1)
         count = self._count + num
         delta = mean - self._mean

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import AnyMatrix, Matrix
+from curvlinops.algorithms.iteration import solver
 from curvlinops.algorithms.lanczos import Quadrature, lanczos
 from curvlinops.algorithms.sampling import Estimator, P, RandomOptions, RunningMean, Sampler
-from curvlinops.algorithms.solver import solver
 from curvlinops.support.arguments import check_count
 from curvlinops.support.torch_modes import in_default_modes, uncompiled
 

@@ -61,16 +61,9 @@ class SubmatrixLinearOperator(TorchLinearOperator):
 
 
 class _Selection:
-    """Selected coordinates of a space.
+    """Selected coordinates of a space: ``chosen`` indices of the flat vector, or names of tensors.
 
-    Args:
-        parent: The space.
-        chosen: The coordinates in their order: indices of the flat vector, or names of tensors.
-
-    Attributes:
-        chosen: See above.
-        tensors: The space of the tensors that contain the coordinates.
-        space: The space of the selected coordinates.
+    ``tensors`` is the space of the tensors that contain these, ``space`` that of the coordinates.
     """
 
     def __init__(self, parent: ParameterSpace, chosen: list[int] | list[str]):

@@ -141,13 +141,9 @@ def _mean(
 ) -> Tensor | Estimate:
     """Average over the vector that is left out; see the module for the standard error.
 
-    Args:
-        sampler: Draws the random vectors.
-        num_matvecs: The largest number of products.
-        terms: Takes new vectors ``[D, K]``; returns one term for each vector so far, along the last
-            axis.
-        exact: Takes unit vectors and their products; returns terms that add up to the exact result.
-        cost: The number of products for each random vector.
+    ``terms`` returns one term for each vector so far, along the last axis; ``exact`` those of unit
+    vectors and their products, which add up to the exact result. A random vector costs some
+    products.
     """
     num = sampler.num_vectors(num_matvecs, cost, error_needs=3)
     if num is None:
@@ -224,9 +220,6 @@ def _nystrom_terms(sampler: Sampler, X: Tensor, AX: Tensor) -> Tensor:
     the trace of that from all vectors, ``G = H^-1 X^T A A X H^-1``, and ``x_i^T (A - A_i) x_i`` is
     ``1 / (H^-1)_ii``. To keep H positive definite, a multiple of the identity about as large as
     rounding errors is added to A.
-
-    Raises:
-        ValueError: If the matrix is not symmetric, or not positive semi-definite.
     """
     space = sampler.matrix.space
     largest = space.largest(AX)

@@ -16,13 +16,13 @@ from curvlinops.linear_operator.space import Columns
 from curvlinops.support.autograd_graph import footprint
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.refusals import is_refusal, lacks_memory
-from curvlinops.support.stand_in import is_stand_in, stand_in
 from curvlinops.support.torch_internals import (
     input_metadata,
     run_backward,
     without_torch_function,
 )
 from curvlinops.support.warnings import first_line
+from curvlinops.team.scattering import is_stand_in, stand_in
 from curvlinops.team.shards import WHOLE, Shards
 
 _LOGGER = logging.getLogger("curvlinops")
@@ -118,15 +118,9 @@ def saved(node: Any, name: str) -> Any:
 
 
 def edge_vjp(edge: GradientEdge, cotangents: Tensor, target: GradientEdge) -> Tensor:
-    """Return what passes an edge of a graph, given what passes another one. The graph is kept.
+    """Return what passes an edge nearer to the leaves, ``[K, *target]``, given ``[K, *]``.
 
-    Args:
-        edge: The edge nearer to the output.
-        cotangents: Its gradients, ``[K, *]``.
-        target: The edge nearer to the leaves, such as a leaf.
-
-    Returns:
-        Gradients ``[K, *target]``.
+    The graph is kept.
     """
 
     def product(cotangent: Tensor) -> Tensor:
@@ -158,16 +152,10 @@ def batched_vjp(
     inputs: Mapping[Name, Tensor | GradientEdge],
     retain: bool = True,
 ) -> dict[Name, Tensor | None]:
-    """Multiply several cotangents with the transposed Jacobian of outputs by inputs.
+    """Multiply cotangents ``[K, *output]`` with the transposed Jacobian of outputs by inputs.
 
-    Args:
-        outputs: Each has a cotangent; see ``vjp``.
-        cotangents: ``[K, *output]``.
-        inputs: Tensors of the graph, or places in it.
-        retain: Whether the graph is used again.
-
-    Returns:
-        ``[K, *input]`` for each input; ``None`` where no output depends on it.
+    Inputs are tensors of the graph, or places in it. Each has ``[K, *input]``, ``None`` where no
+    output depends on it. See ``vjp``.
     """
     with without_torch_function():  # an evaluation watches what the model calls
         single = len(next(iter(cotangents.values()))) == 1
@@ -221,11 +209,7 @@ class NoDerivativeError(NotImplementedError):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Explain PyTorch's errors about missing derivatives.
-
-    Raises:
-        NoDerivativeError: In place of such an error, with what to do.
-    """
+    """Raise a NoDerivativeError for PyTorch's errors about missing derivatives."""
     try:
         yield
     except RuntimeError as error:
@@ -259,41 +243,30 @@ def in_chunks(
     tensors: tuple[Tensor, ...] = (),
     shards: Shards = WHOLE,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
-    """Return a function that applies a product to any number of columns.
+    """Return a function that applies a product to any number of columns, by ``vmap``.
 
-    Args:
-        product: Takes and returns columns. It computes several by ``vmap``. Where an operation does
-            not support that, columns are taken one by one.
-        size: The number of columns at once. It is halved while the memory is too small. Default: as
-            many as have ``bytes_of_pass``, if each needs what ``tensors`` and their graphs do.
-        tensors: What the product keeps, see ``Linear``.
-        shards: The parameters that are sharded.
-
-    Returns:
-        A function of columns, and of further arguments of the product. It yields slices of the
-        columns, each with its product.
-
-    Raises:
-        RuntimeError: If a product of several columns fails after a part of it was added to sums of
-            other processes.
+    It yields slices of the columns, each with its product; further arguments are those of the
+    product. By default as many columns are taken at once as have ``bytes_of_pass``, if each needs
+    what ``tensors``, which the product keeps, and their graphs do. The number is halved while the
+    memory is too small. Where an operation does not support ``vmap``, columns are taken one by one.
     """
 
     def chunks(V: Columns, *args: Any) -> Iterator[tuple[slice, Columns]]:
         nonlocal size
-        some = next(iter(V.values()))
-        num_columns, start = some.shape[0], 0
+        first = next(iter(V.values()))
+        num_columns, start = len(first), 0
         if num_columns > 1 and size is None:
-            size = max(bytes_of_pass(some.device) // max(footprint(tensors), 1), 1)
+            size = max(bytes_of_pass(first.device) // max(footprint(tensors), 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start
             # in equal parts
-            rows = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
-            shards.at_columns(rows)
+            some = slice(start, start + (1 if rest == 1 else ceil(rest / ceil(rest / size))))
+            shards.at_columns(some)
             try:
-                part = product(_take(V, rows, shards), *args)
+                part = product(_take(V, some, shards), *args)
             except Exception as error:  # a user's own backward may raise anything
-                if rows.stop == start + 1:
+                if some.stop == start + 1:
                     raise
                 if shards.has_added:
                     raise RuntimeError(
@@ -303,7 +276,7 @@ def in_chunks(
                 if is_refusal(error):
                     failure = first_line(error)
                 elif lacks_memory(error):
-                    size = (rows.stop - start) // 2
+                    size = (some.stop - start) // 2
                     _LOGGER.warning("No memory for so many columns at once, now %d.", size)
                 else:
                     raise
@@ -311,17 +284,17 @@ def in_chunks(
             if failure:  # one column works, several by vmap do not
                 _LOGGER.info("Columns are multiplied one by one: %s", failure)
                 size, failure = 1, None
-            yield rows, shards.unsummed(part)
-            start = rows.stop
+            yield some, shards.unsummed(part)
+            start = some.stop
 
     return chunks
 
 
-def _take(V: Columns, rows: slice, shards: Shards) -> Columns:
+def _take(V: Columns, some: slice, shards: Shards) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
-        some = {name: column[rows] for name, column in V.items()}
+        chosen = {name: column[some] for name, column in V.items()}
         # contiguous: the columns of a matrix are far apart in its memory
         return {
             name: shards.cotangent(name, len(x)) if name in shards.params else x.contiguous()
-            for name, x in some.items()
+            for name, x in chosen.items()
         }

@@ -155,14 +155,14 @@ def check_derivative(
             raise RuntimeError(
                 f"{what}{_along(names)} is off by {error:.1e} from central differences. {remedy}"
             )
-        if is_unclear:
-            unclear += names
+        unclear += names if is_unclear else []
     if unclear:
         warn(
             f"{what}{_along(unclear)} could not be compared: differences are too inaccurate. "
             f"{remedy}"
         )
-    return differences.are_complete()
+    here, near = differences.here, differences.near
+    return not any(x.any() and not here[name].any() for name, x in near.items())
 
 
 def _along(names: list[str]) -> str:
@@ -172,113 +172,95 @@ def _along(names: list[str]) -> str:
 
 
 class _Differences:
-    """Central differences of a gradient."""
+    """Central differences of a gradient.
+
+    Attributes:
+        here, near: The gradient at the tensors, and at those nearby.
+    """
 
     def __init__(self, gradient: Gradient, dtypes: set[torch.dtype]):
-        self._gradient = gradient
+        self._gradient, at, norms = gradient, gradient.at, gradient.norms
         self._smallest = max(_DIFFERENCES[dtype] for dtype in dtypes)
-        self._eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        at, eps = gradient.at, self._eps
-        self._here = gradient.function(at)
-        self._near = gradient.function(gradient.near)
-        rounded = gradient.function(
-            {name: at[name] * (1 + eps * z) for name, z in directions(at, at, seed=1)}
-        )
-        self._rounding, norms = _minus(rounded, self._here), gradient.norms
+        self._eps = eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        rounded = {name: at[name] * (1 + eps * z) for name, z in directions(at, at, seed=1)}
+        self.here, self.near = gradient.function(at), gradient.function(gradient.near)
+        self._rounding = _minus(gradient.function(rounded), self.here)
         #: The rounding errors of gradients: measured, and at least that of their usual size.
-        usual = torch.maximum(norms(self._here), norms(self._near).nan_to_num(nan=0.0))
+        usual = torch.maximum(norms(self.here), norms(self.near).nan_to_num(nan=0.0))
         self._noise = torch.maximum(norms(self._rounding), eps * usual)
-
-    def are_complete(self) -> bool:
-        """Return whether no gradient is zero that is not zero nearby."""
-        return not any(x.any() and not self._here[name].any() for name, x in self._near.items())
 
     def groups(self) -> Iterator[list[str]]:
         """Yield names of similar influence, the size of their gradients.
 
         Others would hide those of little influence. Gradients of rounding errors are zero.
         """
-        sizes = {name: float(double_norm(self._near[name])) for name in self._gradient.at}
+        sizes = {name: float(double_norm(self.near[name])) for name in self._gradient.at}
         zero = {n for n, size in sizes.items() if double_norm(self._rounding[n]) >= 0.1 * size}
-        group, largest = list[str](), 0.0
+        group = list[str]()
         for name in sorted(sizes.keys() - zero, key=lambda name: -sizes[name]):
-            if group and sizes[name] * _SIMILAR < largest:
+            if group and sizes[name] * _SIMILAR < sizes[group[0]]:
                 yield group
                 group = []
-            largest = largest if group else sizes[name]
             group.append(name)
         if group:
             yield group
 
     def along(self, names: list[str], seed: int) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """Compare a product with a random vector for some of the names.
+        """Compare a product with a random vector for some of the names, for each part ``[G]``.
 
         Returns:
-            Of each part ``[G]``, with the step size that is best for it: the norms of what differs
-            and of differences, and whether it is more than their errors; and whether these are too
-            large to tell.
+            The norms of what differs and of differences, and whether it is more than their errors;
+            and whether these are too large to tell.
         """
-        at, near = self._gradient.at, self._near
+        at, near = self._gradient.at, self.near
         some = {name: at[name] for name in names}
         # not along entries whose gradient is zero by definition, such as rows of padding; others
         # may be zero by accident, but not at parameters nearby
         draws = directions(at, some, seed + 2)
         v = {name: torch.where(near[name] == 0, 0.0, z) for name, z in draws}
-        product = self._gradient.product(v)
+        product, best = self._gradient.product(v), None
         step = self._eps**0.4 * max(_mean_size(some), 0.1 * _mean_size(at), 1e-3)
-        best: Tensor | None = None
-        for factor in _STEPS:
+        for factor in _STEPS:  # each part is compared with the best one
             found = self._differ(product, v, factor * step)
-            if best is not None:
-                found = torch.where(_ratio(found) <= _ratio(best), found, best)
-            best = found
-            if bool((_ratio(best) <= _GOOD).all()):
+            best = found if best is None else torch.where(found[0] <= best[0], found, best)
+            if bool((best[0] <= _GOOD).all()):
                 break
-        errors, tolerances, sizes, uncertainty, rounding, kinks = best
-        is_off, is_zero = errors > tolerances, (errors == 0) & (sizes == 0)
-        is_told = is_zero | (_ratio(best) <= _LARGEST)
+        ratios, errors, tolerances, sizes, uncertainty, rounding, kinks = best
+        is_off, is_told = errors > tolerances, (errors + sizes == 0) | (ratios <= _LARGEST)
         # what is zero but for rounding errors agrees with differences of rounding errors
         is_unclear = is_off | ~is_told & ~(uncertainty <= rounding)
-        are_unclear = bool((is_unclear & self._are_named(names)).any()) or not bool(is_told.any())
+        if len(at) == len(is_told):  # parts are the gradients of names, else they have none
+            is_unclear = is_unclear[[number for number, name in enumerate(at) if name in names]]
+        else:
+            is_unclear = is_unclear[:0]
+        are_unclear = bool(is_unclear.any()) or not bool(is_told.any())
         return errors, sizes, is_off & (errors > 2 * kinks), are_unclear
 
     def _differ(self, product: Tensors, v: Tensors, h: float) -> Tensor:
-        """Compare a product with two differences, the narrow one of step size h.
+        """Compare a product with two differences, the narrow one of step size h, ``[7, G]``.
 
         Returns:
-            Errors, tolerances and sizes; uncertainty and rounding errors, of which a tolerance
-            consists; and what a kink may change, ``[6, G]``.
+            Tolerances by sizes; errors, tolerances and sizes; uncertainty and rounding errors, of
+            which tolerances consist; and what a kink may change.
         """
         at, function, norms = self._gradient.at, self._gradient.function, self._gradient.norms
-
-        def moved(width: float) -> Tensors:
-            return function({**at, **{name: at[name] + width * z for name, z in v.items()}})
-
         slopes = []
         for width in (2 * h, h):
-            plus, minus = moved(width), moved(-width)
+            plus, minus = (
+                function({**at, **{name: at[name] + step * z for name, z in v.items()}})
+                for step in (width, -width)
+            )
             slopes.append({n: (x - minus[n]) / (2 * width) for n, x in plus.items()})
         sizes, uncertainty = norms(slopes[1]), 3 * norms(_minus(*slopes))
         errors = torch.minimum(*(norms(_minus(product, slope)) for slope in slopes))
         rounding = 5 * self._noise / h + self._eps * norms(product).max()
         tolerances = rounding + torch.maximum(uncertainty, self._smallest * sizes)
         # slopes on both sides differ: differences of any width are their mean
-        kinks = norms({n: x + minus[n] - 2 * self._here[n] for n, x in plus.items()}) / (2 * h)
-        found = torch.stack([errors, tolerances, sizes, uncertainty, rounding, kinks])
-        return found.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-    def _are_named(self, names: list[str]) -> Tensor:
-        """Return which parts are the gradients of some names; none if parts have no names."""
-        at, parts = self._gradient.at, torch.zeros_like(self._noise, dtype=torch.bool)
-        if len(at) == len(parts):
-            parts[[number for number, name in enumerate(at) if name in names]] = True
-        return parts
-
-
-def _ratio(found: Tensor) -> Tensor:
-    """Return the relative tolerances, infinite where differences are zero or no numbers."""
-    _, tolerances, sizes, *_ = found
-    return (tolerances / sizes).nan_to_num(nan=torch.inf)
+        kinks = norms({n: x + minus[n] - 2 * self.here[n] for n, x in plus.items()}) / (2 * h)
+        found = [errors, tolerances, sizes, uncertainty, rounding, kinks]
+        found = [x.nan_to_num(nan=torch.inf, posinf=torch.inf) for x in found]
+        ratios = (found[1] / found[2]).nan_to_num(nan=torch.inf)  # infinite where sizes are zero
+        return torch.stack([ratios, *found])
 
 
 def _minus(x: Tensors, y: Tensors) -> Tensors:

@@ -37,14 +37,8 @@ class Evaluation:
 
     The backward pass of a graph that was recorded in the context runs in the same context:
     activation checkpointing recomputes the forward pass there, which must meet the same
-    parameters, buffers and kernels.
-
-    Args:
-        model: The model.
-        values: Its parameters' values.
-        differentiation: ``"once"`` for an ordinary backward pass; ``"twice"`` for a backward pass
-            that is differentiated again; ``"forward"`` for forward mode.
-        others: Modules of the loss, to whose parameters no call may write either.
+    parameters, buffers and kernels. No call may write to parameters of ``others``, modules of the
+    loss, either. ``hooks`` gets the names of hooks on gradients.
     """
 
     def __init__(
@@ -53,20 +47,17 @@ class Evaluation:
         values: Mapping[str, Tensor],
         differentiation: str,
         others: Sequence[nn.Module] = (),
+        hooks: set[str] | None = None,
     ):
         self._model, self._values = model, values
-        self._differentiation = differentiation
+        self._differentiation, self._hooks = differentiation, hooks
         self._modules: IsolatedModules | None = None
         roots = [*model.roots, *others]
         self._protected = Protected(roots, model.params, model.shards.source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Enter the context.
-
-        Raises:
-            ValueError: If parameters of the model were replaced since the operator was built.
-        """
+        """Enter the context; refuse parameters that were replaced since the operator was built."""
         model = self._model
         if self._modules is None:
             replacements = model.replacements(self._values)
@@ -79,7 +70,9 @@ class Evaluation:
             self._modules.active(),
             model.shards.saved_by_number(),
             uncached_parametrizations(),
-            overrides.active(self._differentiation, self._protected, model.shards.products),
+            overrides.active(
+                self._differentiation, self._protected, model.shards.products, self._hooks
+            ),
         ):
             yield
 
@@ -108,21 +101,16 @@ class IsolatedModules:
     """Modules that compute with other tensors in a context, which undoes all that they write.
 
     This concerns parameters, buffers, submodules, hooks and all other attributes, and the contents
-    of lists, dictionaries and sets that are attributes. Buffers are copies. Backward hooks, which
-    observe the user's own backward passes, are gone, and hooks of ``fully_shard``. What was written
-    in the first context is there again in each later one, since the backward pass may recompute the
-    forward pass. Compiled modules run uncompiled.
+    of lists, dictionaries and sets that are attributes. Buffers are copies; with ``keep_graphs``,
+    those that require gradients, such as what the model computed in this very pass, are used
+    themselves. Backward hooks, which observe the user's own backward passes, are gone, and hooks of
+    ``fully_shard``. What was written in the first context is there again in each later one, since
+    the backward pass may recompute the forward pass. Compiled modules run uncompiled.
 
     Args:
         roots: The modules; their children are included.
         replacements: From the id of a parameter to the tensor that replaces it.
-        keep_graphs: Whether buffers that require gradients, such as what the model computed in
-            this very pass, are used themselves, not as copies without a graph.
-        shards: The parameters that are gathered when the modules read them.
-        leaves: What gets the gradients of some of these by name, see ``Shards.read``.
-
-    Attributes:
-        copies: The copies of buffers.
+        leaves: What gets the gradients of parameters in ``shards`` by name, see ``Shards.read``.
     """
 
     def __init__(
@@ -214,18 +202,10 @@ def not_registered(name: str) -> ValueError:
 def check_graph(
     nodes: Iterable[Any], model: Model, leaves: Mapping[str, Tensor], must_depend: bool = True
 ) -> None:
-    """Check that a graph is one that can be differentiated with respect to the parameters.
+    """Check that a graph with these nodes can be differentiated with respect to the parameters.
 
-    Args:
-        nodes: All nodes of the graph of output or loss, evaluated with the parameters replaced by
-            aliases, all others by constants.
-        model: The user's model.
-        leaves: The aliases of the parameters.
-        must_depend: Whether the graph must reach one of them.
-
-    Raises:
-        ValueError: If the graph does not reach the parameters, or uses a parameter by a
-            reference that is not registered, or something that an earlier evaluation computed.
+    It must not use a parameter by a reference that is not registered, or something that an earlier
+    evaluation computed, and perhaps it must reach one of the leaves, aliases of the parameters.
     """
     current, own, reached = {id(leaf) for leaf in leaves.values()}, model.replaced, False
     for variable in leaf_variables(nodes):

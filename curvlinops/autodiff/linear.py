@@ -7,12 +7,9 @@ from torch import Tensor
 
 
 class Linear(NamedTuple):
-    """A function that is linear in its vectors.
+    """A function that is linear in its vectors, and the tensors that it keeps, with their graphs.
 
-    Attributes:
-        apply: The function.
-        tensors: What it keeps in memory: tensors, each with the graph that computed it.
-        num_rows: Of products with rows, such as the Jacobian's, the number of the batch's rows.
+    ``num_rows`` is the number of the batch's rows for products with rows, as the Jacobian's.
     """
 
     apply: Callable[..., Any]

@@ -18,7 +18,6 @@ from curvlinops.autodiff.parameters import (
     check_params,
     check_ties,
     find_ties,
-    is_named,
     named_parameters,
     read_params,
     spread_error,
@@ -26,8 +25,7 @@ from curvlinops.autodiff.parameters import (
 )
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.space import dtype_of_vectors
-from curvlinops.support.arguments import nearest
-from curvlinops.support.stand_in import stand_in
+from curvlinops.support.arguments import MAPPINGS, nearest
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     modules_of,
@@ -35,6 +33,7 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_hooks,
 )
+from curvlinops.team.scattering import stand_in
 from curvlinops.team.shards import WHOLE, shards_of
 
 _OF_THE_LOSS = (
@@ -45,12 +44,6 @@ _OF_THE_LOSS = (
 
 class Model(ABC):
     """A model and the parameters with respect to which it is differentiated.
-
-    Args:
-        source: The user's module or function.
-        params: The parameters by name, in the user's order.
-        given: The user's dictionary, whose entries may be other tensors later; ``None`` for a list.
-        ties: For further names of a tied parameter in this dictionary, the name in ``params``.
 
     Attributes:
         source: The user's module or function.
@@ -101,12 +94,9 @@ class Model(ABC):
         return nullcontext()
 
     def leaves(self, values: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """Return tensors with the parameters' values, to differentiate with respect to.
+        """Return tensors with the parameters' values, or others, to differentiate with respect to.
 
         Those of sharded parameters have no values, see ``stand_in``.
-
-        Args:
-            values: Other values of the parameters.
         """
         sharded = self.shards.params
         # aliases, so that neither .grad, requires_grad nor hooks of the user's are touched
@@ -121,12 +111,7 @@ class Model(ABC):
         return leaves
 
     def refresh(self) -> None:
-        """Use the modules, and the tensors of the user's dictionary, as they are now.
-
-        Raises:
-            TypeError: If an entry of the dictionary is no tensor.
-            ValueError: If a parameter has another shape, dtype or device than before.
-        """
+        """Use the modules, and the tensors of the user's dictionary, as they are now."""
         params = self._read()
         for name, before in self._kinds.items():
             if (now := Kind.of(params[name])) != before:
@@ -192,7 +177,7 @@ class ModuleModel(Model):
                 f"model_func is a {type(module).__name__}, which has no parameters. The model is "
                 "the first argument, and the loss the second."
             )
-        if is_named(params):
+        if isinstance(params, MAPPINGS):
             named, given = dict(params), params
             for name in [name for name in named if name not in registered]:
                 kind = "a buffer of the model, not a parameter" if name in buffers else "unknown"
@@ -347,7 +332,7 @@ def wrap_model(model_func: Any, params: Any) -> Model:
         raise TypeError(
             f"model_func must be a Module or a function, got {type(model_func).__name__}."
         )
-    if not is_named(params):
+    if not isinstance(params, MAPPINGS):
         return ClosureModel(model_func, params)
     try:
         inspect.signature(model_func, follow_wrapped=False).bind(params, "X")
@@ -367,12 +352,7 @@ def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Refuse a model with a module that cannot be differentiated, by the module's name.
-
-    Raises:
-        TypeError: If the model contains TorchScript, or is spread over processes.
-        ValueError: If the gradient of a module is not one, or its forward changes parameters.
-    """
+    """Refuse a model with a module that cannot be differentiated, by the module's name."""
     library = sys.modules.get("torch.distributed.fsdp")  # imported by whoever spreads a module
     spread = () if library is None else library.FullyShardedDataParallel
     for name, child in module.named_modules():
@@ -387,3 +367,21 @@ def check_modules(module: nn.Module) -> None:
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             kind = f"'{name}' ({type(child).__name__})"
             check_options(kind, child.max_norm, child.scale_grad_by_freq)
+
+
+@contextmanager
+def eval_mode(model_func: Any) -> Iterator[None]:
+    """Clear the train flags of a model's modules, and restore each of them afterwards.
+
+    ``train()`` and ``eval()`` are not called: what else a module does there, such as merging an
+    adapter into its weights, need not be reversible.
+    """
+    modules = [module for root in find_modules(model_func) for module in root.modules()]
+    flags = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, flag in zip(modules, flags, strict=True):
+            module.training = flag

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvlinops.linear_operator.space import match_names
-from curvlinops.support.arguments import as_integer
+from curvlinops.support.arguments import MAPPINGS, as_integer
 from curvlinops.support.torch_internals import (
     distributed_tensors,
     original_module,
@@ -21,11 +21,6 @@ _COMPLEX = (
 )
 
 
-def is_named(params: Any) -> bool:
-    """Return whether parameters are given as a dictionary."""
-    return isinstance(params, Mapping | nn.ParameterDict)
-
-
 def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
     """Return the user's dictionary itself, or a list, after checking what it contains."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
@@ -36,13 +31,13 @@ def read_params(params: Any) -> Mapping[str, Tensor] | list[Tensor]:
         )
     if isinstance(params, Set):
         raise TypeError("params is a set, whose order is arbitrary. Pass a list or a dictionary.")
-    params = params if is_named(params) else list(params)
+    params = params if isinstance(params, MAPPINGS) else list(params)
     if not len(params):
         raise ValueError(
             "params is empty. If it was a generator such as model.parameters(), it was already "
             "used up; pass a list."
         )
-    for key, param in params.items() if is_named(params) else enumerate(params):
+    for key, param in params.items() if isinstance(params, MAPPINGS) else enumerate(params):
         if not isinstance(param, Tensor):
             raise TypeError(
                 f"Entry {key!r} of params is a {type(param).__name__}, not a tensor. Pass "
@@ -58,13 +53,6 @@ def named_parameters(module: nn.Module) -> tuple[dict[str, nn.Parameter], nn.Mod
         module = inner
         names |= dict(module.named_parameters(remove_duplicate=False))
     return names, module
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return a module without the wrappers of ``torch.compile`` and of data parallelism."""
-    while (inner := _inner(module)) is not module:
-        module = inner
-    return module
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -210,11 +198,7 @@ def without_history(param: Tensor) -> Tensor:
 
 
 def split_blocks(names: list[str], sizes: list[int] | None) -> list[list[str]]:
-    """Return the names in each diagonal block, given how many there are.
-
-    Raises:
-        ValueError: If the sizes do not add up.
-    """
+    """Return the names in each diagonal block, given how many there are."""
     if sizes is None:
         return [names]
     counts = [as_integer(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]

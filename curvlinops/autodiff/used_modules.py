@@ -31,16 +31,12 @@ _PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 
 
 def find_modules(function: Any) -> list[nn.Module]:
-    """Return the modules that a function or module uses, as far as that can be seen.
+    """Return the modules that a function, a module or an object uses, as far as that can be seen.
 
     Containers of at most 1000 items, closures, and the globals that code names are followed. Of
     other objects, such as a trainer, those attributes count whose names occur in the code that is
     found: a trainer may have modules that the function does not use. Code of installed packages is
-    not searched.
-
-    Args:
-        function: A function, a bound method, a partial, a module, or an object with attributes. A
-            module comes first.
+    not searched. A module comes first.
     """
     names, size = {"forward", "__call__"}, 0
     while len(names) > size:  # code that was found last may name attributes that were met before

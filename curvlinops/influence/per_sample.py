@@ -1,6 +1,6 @@
 """Gradients of single samples."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +32,6 @@ from curvlinops.operators.sample_rows import (
     add_sums,
     add_transposed,
     by_sample,
-    check_rows,
-    count_samples,
     graph_or_rows,
     loss_gradient,
     merged,
@@ -109,7 +107,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
         self._shapes: list[tuple[torch.Size, ...]] = []  # of each batch's tensors
         self._indices: Tensor | None = None  # of wanted rows, among those of batches in use
-        self._counted = set[Hashable]()
         self._all = self._rows()
         rows = self._all if self.subsampling is None else self._select(self.subsampling)
         return self.risk.space, rows, False
@@ -117,11 +114,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     # --- subsampling
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
-        shapes = shapes_of(problem)
-        self._shapes.append(shapes)
-        is_known = self.terms == "term" or problem.loss_needs_graph or shapes in self._counted
-        if is_known or check_rows(problem, output):
-            self._counted.add(shapes)
+        self._shapes.append(shapes_of(problem))
         return super()._rows_shape(problem, output)
 
     def _select(self, subsampling: Iterable[int] | Tensor) -> ParameterSpace:
@@ -228,9 +221,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         return _adding(lambda V: products(rows, V).T, (), rows.num_rows)  # it is used once
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        if self.terms == "sample":
-            count_samples(problem, self._counted)
-
         def from_rows() -> Linear:
             batch_rows = self._rows_of(problem)
             rows = batch_rows.written(self.domain)

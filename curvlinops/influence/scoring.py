@@ -27,10 +27,8 @@ def vectors_of(rows: Any, P: Any) -> tuple[Vectors, bool]:
         if P.shapes != dict(rows.domain.shapes):
             raise ValueError("The vectors of low rank are of other parameters than the rows.")
         return P.columns, P.is_vector
-    columns, write = read(P, rows.domain)
-    written = write(rows.codomain.zeros(1), rows.codomain)
-    is_vector = (written[0] if isinstance(written, list) else written).ndim == 1
-    return rows.domain.views(columns), is_vector
+    given = read(P, rows.domain)
+    return rows.domain.views(given.columns), given.is_single
 
 
 def follows(columns: Vectors) -> bool:
@@ -72,7 +70,7 @@ def all_scores(rows: Any, P: Any, out: str | Path | None, per_position: bool) ->
     if follows(columns):
         if per_position or out is not None:
             raise ValueError(f"Scores by position or in a file {NOT_DIFFERENTIABLE}")
-        scores = rows._multiply(read(P, rows.domain)[0]).T
+        scores = rows._multiply(read(P, rows.domain).columns).T
         return scores[:, 0] if is_vector else scores
 
     def found(done: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:

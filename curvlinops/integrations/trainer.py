@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from curvlinops.autodiff.model import eval_mode
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.hessian import HessianLinearOperator
-from curvlinops.training.eval_mode import eval_mode
 from curvlinops.training.monitor import CurvatureMonitor, ScalarWriter
 
 

@@ -93,13 +93,13 @@ def loss_along(
         "gradient_and_loss() of an operator.",
     )
     grid = _read_steps(steps)
-    rows = A._to_columns(directions)[0].detach()
-    if len(rows) not in (1, 2):
-        raise ValueError(f"directions must be one or two vectors, got {len(rows)}.")
-    shape = (len(grid),) * len(rows)
-    points = torch.cartesian_prod(*[grid] * len(rows)).reshape(-1, len(rows))
-    losses = _losses(A, rows, points)
-    return LossAlong(grid, losses.reshape(shape), _quadratic(A, rows, points).reshape(shape))
+    columns = A._read(directions).columns.detach()
+    if len(columns) not in (1, 2):
+        raise ValueError(f"directions must be one or two vectors, got {len(columns)}.")
+    shape = (len(grid),) * len(columns)
+    points = torch.cartesian_prod(*[grid] * len(columns)).reshape(-1, len(columns))
+    losses = _losses(A, columns, points)
+    return LossAlong(grid, losses.reshape(shape), _quadratic(A, columns, points).reshape(shape))
 
 
 def _read_steps(steps: Iterable[float] | Tensor | np.ndarray) -> Tensor:
@@ -151,10 +151,10 @@ def _moved(model: Model, directions: Columns, coefficients: list[float]) -> dict
     return values
 
 
-def _quadratic(A: DataLinearOperator, rows: Tensor, points: Tensor) -> Tensor:
+def _quadratic(A: DataLinearOperator, columns: Tensor, points: Tensor) -> Tensor:
     """Return the quadratic approximation at combinations ``[P, K]`` of directions ``[K, D]``."""
     gradient, loss = A.gradient_and_loss()
-    g = A._to_columns(gradient)[0][0]
-    slopes = (rows @ g).double().cpu()
-    curvatures = (rows @ (A @ rows.T)).double().cpu()
+    g = A._read(gradient).columns[0]
+    slopes = (columns @ g).double().cpu()
+    curvatures = (columns @ (A @ columns.T)).double().cpu()
     return float(loss) + points @ slopes + ((points @ curvatures) * points).sum(1) / 2

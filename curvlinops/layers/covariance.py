@@ -16,6 +16,9 @@ from curvlinops.support.norms import wide
 #: From this size and this number of rows on, four products with a quarter of the result's rows
 #: each take a third less time than one product.
 _MIN_SIZE, _MIN_ROWS = 256, 512
+#: Up to this size, products add one row after the other. They take no more time in float64 if they
+#: have at most so many entries, nor in blocks of so many rows if they have more.
+_NARROW, _FEW_ENTRIES, _BLOCK = 32, 2**14, 256
 #: The largest number of rows whose sum is accurate in float32.
 _ROWS = 2**15
 #: The largest number of entries that are copied at once: patches, and shifted inputs.
@@ -29,20 +32,32 @@ _FEW_NUMBERS = 2**19
 def second_moment(rows: Tensor) -> Tensor:
     """Return ``rows^T rows`` of ``[P, d]``, or of each group, ``[G, P, d]``.
 
-    Many rows are added in pieces: products of narrow matrices add one number after the other.
+    Products of narrow matrices add one row after the other, so that rounding errors grow with the
+    number of rows. They are computed in float64 if rows are few, else block by block.
     """
     num_rows, size = rows.shape[-2:]
+    if size <= _NARROW and rows.numel() <= _FEW_ENTRIES:
+        exact = rows.double()
+        return (exact.mT @ exact).to(rows)
+    if size <= _NARROW:
+        return reduce(Tensor.add_, map(_blocked_moment, rows.split(_ROWS, dim=-2)))
     if num_rows < _MIN_ROWS:
         return rows.mT @ rows
-    pieces = rows.split(_ROWS, dim=-2)
     if size < _MIN_SIZE:
-        return reduce(Tensor.add_, (piece.mT @ piece for piece in pieces))
+        return reduce(Tensor.add_, (x.mT @ x for x in rows.split(_ROWS // 8, dim=-2)))
     total = rows.new_zeros(*rows.shape[:-2], size, size)
     groups = total.view(-1, size, size)
-    for piece in pieces:
+    for piece in rows.split(_ROWS, dim=-2):
         add_second_moment(groups, piece.mT.expand(len(groups), -1, -1))
     mirror(groups)
     return total
+
+
+def _blocked_moment(rows: Tensor) -> Tensor:
+    """Return ``rows^T rows`` of ``[*, P, d]`` as the sum over blocks of rows."""
+    length = rows.shape[-2] // _BLOCK * _BLOCK
+    blocks, rest = rows[..., :length, :].unflatten(-2, (-1, _BLOCK)), rows[..., length:, :]
+    return (blocks.mT @ blocks).sum(-3).add_(rest.mT @ rest)
 
 
 def add_second_moment(total: Tensor, rows: Tensor) -> None:

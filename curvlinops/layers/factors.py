@@ -259,7 +259,7 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
         return second_moment(rearrange(g, "v n s g o -> g o (v n s)").mT)
     if g.stride(2) == 1 and positions > outputs:
         rows = rearrange(g, "v n s 1 o -> (v n) o s")
-        return (rows @ rows.mT).sum(0, keepdim=True)
+        return second_moment(rows.mT).sum(0, keepdim=True)
     return moment(g.flatten(0, 2), diagonal=False)
 
 

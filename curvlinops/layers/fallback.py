@@ -42,22 +42,6 @@ def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[s
             )
 
 
-class UnequalRowsError(ValueError):
-    """Samples have unequal numbers of rows of the output, so that rows cannot be grouped."""
-
-    @classmethod
-    def of(
-        cls, sample: int, batch: int, output: Tensor | None, num_rows: int
-    ) -> "UnequalRowsError":
-        """Return the error of a sample whose output alone has another number of rows, or none."""
-        has = "no output" if output is None else f"{len(output)} rows of the output"
-        return cls(
-            f"Sample {sample} of batch {batch} has {has} alone, but the batch has {num_rows} for "
-            "each sample. Give samples an axis in front of their rows, or say with batch_size_fn "
-            "how many there are."
-        )
-
-
 class InteractingError(ValueError):
     """Samples have other gradients alone, so that gradients of single samples are not defined."""
 
@@ -84,9 +68,6 @@ class _Task(NamedTuple):
     def check_output(self, output: Tensor, samples: slice) -> None:
         """Raise an error if samples alone have other outputs than in the batch."""
         expected = self.output[samples]
-        num_rows, num_alone = expected.shape[1], output.shape[1]
-        if num_alone != num_rows > 1:  # rows were grouped by samples that have other numbers
-            raise UnequalRowsError.of(samples.start, self.problem.batch.index, output[0], num_rows)
         if output.shape != expected.shape or differs(output, expected, expected):
             raise ValueError("samples alone have other outputs.")
 
@@ -111,11 +92,12 @@ class OneByOne:
         problem: BatchProblem,
         apply: Callable[[Tensor, Columns], None],
         output: Tensor,
+        num_samples: int,
         u: Tensor,
         names: list[str],
     ) -> Iterator[Piece]:
         """Yield the gradients of some samples; ``apply`` adds those of ``[K, *output]``."""
-        space, num_samples = problem.space.restricted(names), problem.samples_of(output)
+        space = problem.space.restricted(names)
         sizes = num_samples, len(output) // max(num_samples, 1)
         output, u = output.unflatten(0, sizes), u.unflatten(1, sizes)
         for samples in chunks(num_samples, len(u) * space.dim):
@@ -133,8 +115,6 @@ class OneByOne:
                 gradients = way(task)
                 _check_gradients(gradients, task)
                 return gradients
-            except UnequalRowsError:
-                raise
             except Exception as error:  # a user's model may raise anything on a part of a batch
                 is_defined = not (self._independent and isinstance(error, InteractingError))
                 if not (is_defined and is_refusal(error)):
@@ -221,9 +201,13 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     comparison = Comparison(dtype, torch.finfo(dtype).eps)
     for name, x in gradients.items():
         sums, total = x.sum(1)[None], truth[name][None]
-        comparison.add({name: x}, sums, total, lambda stack, name=name: stack[name].abs().sum(1))
+        comparison.add({name: x}, sums, total, _absolute_sums, of_two_passes=[name])
     if comparison.wrong():
         raise InteractingError(f"{COUPLED} (Samples alone have other gradients.)")
+
+
+def _absolute_sums(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([x.abs().sum(1) for x in gradients.values()])
 
 
 def sample_alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> BatchProblem:

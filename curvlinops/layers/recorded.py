@@ -340,10 +340,11 @@ class RecordedBatch:
         sums = partial(self._sums, dict(one.outputs))
         for stack in self._stacks(one, names):
             used |= stack
+            again = [x for x, uses in stack.items() if x not in one.totals and len(uses) > 1]
             found = [self._autograd_total(name, uses, u, one) for name, uses in stack.items()]
             truth = found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
             self._problem.model.shards.forget()
-            comparison.add(stack, sums(stack), truth, partial(sums, absolute=True))
+            comparison.add(stack, sums(stack), truth, partial(sums, absolute=True), again)
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
         alone = Comparison(precision, eps)

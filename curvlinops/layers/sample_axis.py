@@ -23,9 +23,8 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Size, Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from curvlinops.support.autograd_graph import graph_nodes
 from curvlinops.support.torch_internals import (
     can_be_called,
     gradients_of_inputs,
@@ -140,27 +139,6 @@ def sample_axes(
         for number, claim in claims.items()
         if isinstance(claim, (SampleAxis, Constant))  # faster than a union
     }
-
-
-def proves_rows(output: Tensor, num_samples: int) -> bool:
-    """Return whether shapes prove that samples have equally many neighboring rows of an output.
-
-    On each way back from the output there is a tensor with one place for each sample, and nothing
-    before it that depends on numbers, as a selection of rows does.
-    """
-    if output.grad_fn is None:
-        return False
-    asked, edge = list[Node](), get_gradient_edge(output)
-    axes = sample_axes(edge, output.shape, num_samples, graph_nodes(output), asked)
-    stack = [(edge.node, edge.output_nr)]
-    while stack:
-        node, number = stack.pop()
-        place = axes.get((node, number))
-        if place is None or node in asked:
-            return False
-        if isinstance(place, SampleAxis) and place[1:] != (1, 1):
-            stack += [x for x in node.next_functions if x[0] is not None and x[0].next_functions]
-    return True
 
 
 def _claims(

@@ -17,12 +17,7 @@ from curvlinops.layers.reading import ParameterUse, Signature
 from curvlinops.layers.recorded import Arrived, RecordedBatch
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.checks.coupling import (
-    COUPLED,
-    SeenAlone,
-    couples_gradients,
-    couples_samples,
-)
+from curvlinops.risk.checks.coupling import COUPLED, couples_gradients, couples_samples
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.refusals import is_refusal
@@ -67,7 +62,7 @@ class SampleGradients:
             self.weight = check(self.output)
         else:  # a recorded output was checked before
             self.weight = batch.weight
-        self.num_samples = problem.samples_of(self.output)
+        self.num_samples = rules.samples_of(problem, self.output)
 
     @cached_property
     def _whole(self) -> tuple[Callable, Tensor]:
@@ -171,7 +166,7 @@ class SampleGradients:
             return iter(())
         if len(self.output):
             check_layers(self._problem, names, self._rules.fallbacks)
-        return self._fallback.gradients(self._problem, *self._whole, u, names)
+        return self._fallback.gradients(self._problem, *self._whole, self.num_samples, u, names)
 
 
 class LayerFacts:
@@ -251,7 +246,7 @@ class SampleBackward:
         if batch is None:
             return None
         batch.teach()
-        batch.num_samples = problem.samples_of(batch.output)
+        batch.num_samples = self.samples_of(problem, batch.output)
         if batch.num_samples == 0:
             return None
         batch.weight = problem.check(batch.output)  # NaN would be taken for a wrong rule
@@ -305,6 +300,15 @@ class SampleBackward:
 
     # --- samples of rows
 
+    def samples_of(self, problem: BatchProblem, output: Tensor) -> int:
+        """Return the number of samples; one where that does not matter and is not known."""
+        try:
+            return problem.samples_of(output)
+        except ValueError:
+            if self._independent:
+                raise
+            return 1
+
     def _check_samples(self, problem: BatchProblem, batch: RecordedBatch) -> None:
         """Use the fallback where it is not known which rows belong to which samples."""
         unassigned = {use.name for use in batch.uses if use.samples is None}
@@ -316,18 +320,13 @@ class SampleBackward:
     def _check_interaction(self, problem: BatchProblem, batch: RecordedBatch) -> None:
         """Compare samples alone, of a new graph whose backward pass runs the user's code.
 
-        The nodes of a graph do not show what hooks and the user's functions do.
+        The nodes of a graph do not show what hooks and the user's functions do. Where one batch is
+        all data, samples may meet in it.
         """
-        seen = problem.rules(SeenAlone)
-        if batch.num_samples < 2:
+        if not problem.runs_users_code(batch.nodes):
             return
-        if not problem.runs_users_code(batch.nodes) or seen.knows(batch.operations):
-            return
-        if not couples_gradients(problem, batch.output):
-            seen.note(problem.model, batch.operations)
-        elif self._independent:
-            raise ValueError(COUPLED)
-        else:
+        problem.check_backward(batch.operations)
+        if problem.risk.is_all_data(problem.batch) and couples_gradients(problem)[0]:
             self._fallback.is_whole = True
             self._use_fallback(batch.names, "hooks, or custom functions, let samples interact")
             batch.drop(self.fallbacks)

@@ -5,18 +5,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache, reduce
 from itertools import pairwise
-from math import isfinite
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator import vector_gradients
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import (
     Array,
-    Write,
+    Given,
     check_finite,
     is_followed,
     is_native,
@@ -31,7 +29,7 @@ from curvlinops.support.arguments import (
     nearest,
     without_graph,
 )
-from curvlinops.support.torch_modes import in_default_modes, uncompiled
+from curvlinops.support.torch_modes import default_modes, in_default_modes, uncompiled
 from curvlinops.team.team import Team, largest
 
 if TYPE_CHECKING:  # SciPy has no annotations: mypy would take operators for numbers
@@ -243,14 +241,10 @@ class TorchLinearOperator(LinearOperator):
     # --- what a subclass implements
 
     def _apply(self, columns: Tensor) -> Tensor:
-        """Multiply vectors of the domain by the operator.
+        """Multiply K vectors, ``[K, domain.dim]``; return ``[K, codomain.dim]``.
 
-        Args:
-            columns: K vectors, ``[K, domain.dim]``; ``domain.views`` has their tensors by name. If
-                processes have parts of vectors, these are this one's parts.
-
-        Returns:
-            The products, ``[K, codomain.dim]``.
+        ``domain.views(columns)`` has their tensors by name. If processes have parts of vectors,
+        these are this one's parts.
         """
         raise NotImplementedError
 
@@ -296,26 +290,26 @@ class TorchLinearOperator(LinearOperator):
     @in_default_modes
     def _product(self, x: Any) -> Any:
         """Multiply vectors of any kind."""
-        columns, write = self._to_columns(x)
-        return write(self._multiply(columns), self.codomain)
+        given = self._read(x)
+        return given.write(self._multiply(given.columns), self.codomain)
 
-    def _to_columns(self, x: Any) -> tuple[Tensor, Write]:
+    def _read(self, x: Any) -> Given:
         """Read vectors; an error in one process is raised in all that multiply together."""
         with self._reading_together():
             return read(x, self.domain)
 
     @in_default_modes
-    def _multiply_rows(self, rows: Tensor) -> Tensor:
+    def _multiply_columns(self, columns: Tensor) -> Tensor:
         """Multiply columns ``[K, dim]``, of which this process may have parts."""
         with self._reading_together():
-            columns = rows.to(self.device, self.torch_dtype)
+            columns = columns.to(self.device, self.torch_dtype)
             check_finite(columns, self.domain)
         return self._multiply(columns)
 
     def _multiply(self, columns: Tensor) -> Tensor:
         """Multiply columns; return columns in memory of their own."""
         if is_followed(columns):
-            return vector_gradients.Product.apply(self, columns)
+            return _Differentiable.apply(self, columns)
         out = self._checked_apply(columns)
         is_alias = out.untyped_storage().data_ptr() == columns.untyped_storage().data_ptr()
         return out.clone() if is_alias else out
@@ -423,9 +417,7 @@ class TorchLinearOperator(LinearOperator):
             with A.linearized():
                 eigenvalues, eigenvectors = scipy.sparse.linalg.eigsh(A, k=3)
         """
-        with ExitStack() as stack:
-            for operand in self._operands():
-                stack.enter_context(operand.linearized())
+        with all_linearized(*self._operands()):
             yield
 
     @in_default_modes
@@ -529,8 +521,6 @@ class TorchLinearOperator(LinearOperator):
             ValueError: If A is not square, or ``delta`` no finite number.
         """
         delta = check_number("delta", delta)
-        if not isfinite(delta):
-            raise ValueError(f"delta must be a finite number, got {delta}.")
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
         return self._shifted(delta)
@@ -586,6 +576,29 @@ class TorchLinearOperator(LinearOperator):
 
     def _transpose(self) -> "TorchLinearOperator":
         return self._adjoint()
+
+
+class _Differentiable(torch.autograd.Function):
+    """``x -> A x``, whose derivative is linear, too: ``g -> A^T g``."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Any, columns: Tensor) -> Tensor:
+        """Multiply columns, given a ``TorchLinearOperator``."""
+        ctx.operator = operator
+        # a copy, since autograd would not let users change views in place
+        return operator._multiply(columns.detach()).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        """Multiply gradients by the adjoint."""
+        try:
+            with default_modes():
+                check_finite(gradient, ctx.operator.codomain)
+                return None, ctx.operator._adjoint()._multiply(gradient)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"The gradient of a product is a product with the adjoint. {error}"
+            ) from error
 
 
 class SumLinearOperator(TorchLinearOperator):

@@ -18,17 +18,11 @@ _NEED_NONE = "Products, inverses, powers, traces and log-determinants of KFAC's 
 
 
 class ShardedSpace(ParameterSpace):
-    """The vector space of parameters of which some are sharded over processes.
+    """The vector space of parameters of which some are sharded over the same processes.
 
     Each process has its parts of the vectors: those of the sharded parameters, and all of the
     others. Vectors are lists or dictionaries of tensors, which are DTensors with the placements of
     the parameters for the sharded ones. Inner products add up over processes.
-
-    Args:
-        shapes: Name and shape of each parameter.
-        layouts: How some of them are sharded, all over the same processes.
-        dtype: The type of the vectors.
-        device: The device of the vectors.
     """
 
     in_parts = True
@@ -54,12 +48,7 @@ class ShardedSpace(ParameterSpace):
     # --- vectors
 
     def parts(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this process's parts of vectors, given tensors as users pass them.
-
-        Raises:
-            TypeError: If one is no DTensor where its parameter is, or the other way round.
-            ValueError: If it has other placements than its parameter.
-        """
+        """Return this process's parts of vectors, given tensors as users pass them."""
         parts = {}
         for name, value in vectors.items():
             layout, is_spread = self.layouts.get(name), isinstance(value, distributed_tensors())
@@ -88,19 +77,11 @@ class ShardedSpace(ParameterSpace):
         return parts
 
     def wholes(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return vectors as users get them, given this process's parts of them.
-
-        Args:
-            parts: Tensors ``[*part]`` or ``[*part, K]``.
-        """
+        """Return vectors as users get them, given this process's parts, ``[*part(, K)]``."""
         return {n: self.layouts[n].whole(x) if n in self.layouts else x for n, x in parts.items()}
 
     def check_whole(self, what: str, remedy: str = _NEED_NONE) -> None:
-        """Refuse a quantity that needs whole vectors.
-
-        Raises:
-            TypeError: Always.
-        """
+        """Refuse a quantity that needs whole vectors."""
         raise TypeError(f"Parameters are sharded, so that no process has {what}. {remedy}")
 
     def vectors(self, X: Tensor) -> dict[str, Tensor]:
@@ -113,14 +94,7 @@ class ShardedSpace(ParameterSpace):
         return ParameterSpace(self.shapes, self.dtype, self.device)
 
     def gather(self, name: str, part: Tensor) -> Tensor:
-        """Return the tensors of whole vectors for a parameter, ``[K, *shape]``.
-
-        All processes do so together.
-
-        Args:
-            name: The name of the parameter.
-            part: This process's parts of them.
-        """
+        """Return whole tensors ``[K, *shape]`` for a parameter; all processes do so together."""
         if name not in self.layouts:
             return part
         return self.team.joined(part.movedim(0, -1), self.shapes[name][0]).movedim(-1, 0)
@@ -134,48 +108,48 @@ class ShardedSpace(ParameterSpace):
         return whole[:, self.layouts[name].part] if name in self.layouts else whole
 
     def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
-        """Return random vectors as rows, the same for any number of processes."""
-        rows = self.empty(num)
+        """Return random columns, the same for any number of processes."""
+        columns = self.empty(num)
         for k in range(num):
-            for name, column in self.views(rows[k : k + 1]).items():
-                whole = rows.new_empty(prod(self.shapes[name]))
+            for name, column in self.views(columns[k : k + 1]).items():
+                whole = columns.new_empty(prod(self.shapes[name]))
                 fill(whole)
                 layout, whole = self.layouts.get(name), whole.view(self.shapes[name])
                 column[0] = whole if layout is None else whole[layout.part]
-        return rows
+        return columns
 
-    # --- what depends on all entries of vectors, which are rows [K, dim]
+    # --- what depends on all entries of vectors, which are columns [K, dim]
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
         return self.team.add(double_dots(self._counted(first), second))
 
-    def norms(self, rows: Tensor) -> Tensor:
+    def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
-        return self.team.add(double_norm(self._counted(rows), 1).square()).sqrt()
+        return self.team.add(double_norm(self._counted(columns), 1).square()).sqrt()
 
-    def sums(self, rows: Tensor) -> Tensor:
+    def sums(self, columns: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return self.team.add(self._counted(rows).sum(1))
+        return self.team.add(self._counted(columns).sum(1))
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
         return self.team.add(self._counted(first) @ second.T)
 
-    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
+    def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
         """Return the inner products of K vectors with those of K bases, ``[K, m]``."""
-        return self.team.add(super().overlaps(bases, self._counted(rows)))
+        return self.team.add(super().overlaps(bases, self._counted(columns)))
 
-    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``.
+    def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``.
 
         Each process decomposes its part, and all of them the triangular factors of all parts
         (TSQR, Demmel et al., Communication-optimal parallel and sequential QR and LU
         factorizations, SIAM J. Sci. Comput. 2012).
         """
-        K, team = len(rows), self.team
-        Q, R = torch.linalg.qr(self._counted(rows).T)
-        own = rows.new_zeros(K, K)
+        K, team = len(columns), self.team
+        Q, R = torch.linalg.qr(self._counted(columns).T)
+        own = columns.new_zeros(K, K)
         own[: len(R)] = R
         Q_of_all, R = torch.linalg.qr(team.joined(own, team.size * K))
         start = team.rank * K
@@ -193,14 +167,14 @@ class ShardedSpace(ParameterSpace):
         """The entries of parameters that all processes have."""
         return [self.slice(name) for name in self.shapes if name not in self.layouts]
 
-    def _counted(self, rows: Tensor) -> Tensor:
+    def _counted(self, columns: Tensor) -> Tensor:
         """Return vectors in which one process alone has the entries that all have."""
         if not self._unsharded or self.team.rank == 0:
-            return rows
-        rows = rows.clone()
+            return columns
+        columns = columns.clone()
         for part in self._unsharded:
-            rows[..., part] = 0.0
-        return rows
+            columns[..., part] = 0.0
+        return columns
 
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""

@@ -218,23 +218,11 @@ class ParameterSpace:
         return parts
 
     def vectors(self, X: Tensor) -> Any:
-        """Return vectors as users get them.
-
-        Args:
-            X: A vector ``[dim]``, or vectors ``[dim, K]``.
-
-        Returns:
-            ``X``; or if processes have parts of vectors, tensors by the names of the parameters.
-        """
+        """Return vectors ``[dim]`` or ``[dim, K]`` as users get them: by name if in parts."""
         return X
 
     def check_whole(self, what: str, remedy: str = "") -> None:
-        """Refuse a quantity that needs whole vectors, if processes have parts of them.
-
-        Args:
-            what: The quantity, as the message names it.
-            remedy: What to do instead.
-        """
+        """Refuse a quantity that needs whole vectors, if processes have parts of them."""
 
     def gathered(self, columns: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return whole vectors, given this process's parts of them."""
@@ -246,25 +234,18 @@ class ParameterSpace:
         return self
 
     def draw(self, num: int, fill: Callable[[Tensor], Any]) -> Tensor:
-        """Return random vectors as rows, ``[num, dim]``.
-
-        Args:
-            num: The number of vectors.
-            fill: Writes random numbers to a tensor of one axis.
-        """
-        rows = self.empty(num)
-        for row in rows:  # the numbers that are drawn at once depend on their count
-            fill(row)
-        return rows
+        """Return random vectors ``[num, dim]``; ``fill`` writes numbers to a tensor of one axis."""
+        columns = self.empty(num)
+        for column in columns:  # the numbers that are drawn at once depend on their count
+            fill(column)
+        return columns
 
     # --- checks
 
     def check_compatible(self, other: "ParameterSpace") -> None:
-        """Check that vectors of the two spaces may be added.
+        """Refuse spaces whose vectors cannot be added: of another dimension, device, or parameters.
 
-        Raises:
-            ValueError: If dimension, device, or the parameters and their order differ. A
-                space of plain vectors agrees with every space of its dimension.
+        A space of plain vectors agrees with every space of its dimension.
         """
         if self.dim != other.dim:
             raise ValueError(f"Operators act on spaces of dimension {self.dim} and {other.dim}.")
@@ -287,36 +268,31 @@ class ParameterSpace:
                 f"{self.shapes} and {other.shapes}."
             )
 
-    # --- what depends on all entries of vectors, which are rows [K, dim]
+    # --- what depends on all entries of vectors, which are columns [K, dim]
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
         return double_dots(first, second)
 
-    def norms(self, rows: Tensor) -> Tensor:
+    def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
-        return double_norm(rows, 1)
+        return double_norm(columns, 1)
 
-    def sums(self, rows: Tensor) -> Tensor:
+    def sums(self, columns: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return rows.sum(1)
+        return columns.sum(1)
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
         return first @ second.T
 
-    def overlaps(self, bases: Tensor, rows: Tensor) -> Tensor:
-        """Return the inner products of K vectors with those of K bases, ``[K, m]``.
+    def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
+        """Return the inner products of K columns with K bases ``[K, m, dim]``, ``[K, m]``."""
+        return torch.bmm(bases, columns.unsqueeze(2)).squeeze(2)
 
-        Args:
-            bases: The bases, ``[K, m, dim]``.
-            rows: The vectors.
-        """
-        return torch.bmm(bases, rows.unsqueeze(2)).squeeze(2)
-
-    def qr(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return orthonormal vectors Q, as rows, and triangular R with ``rows.T = Q.T @ R``."""
-        Q, R = torch.linalg.qr(rows.T)
+    def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``."""
+        Q, R = torch.linalg.qr(columns.T)
         return Q.T, R
 
     def largest(self, numbers: Tensor) -> float:
@@ -373,14 +349,8 @@ def dtype_of_vectors(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def match_names(names: Sequence[str], patterns: Iterable[str], what: str) -> list[str]:
     """Return the names that patterns choose, in the order of the patterns, each once.
 
-    Args:
-        names: Names of parameters.
-        patterns: Names of parameters; names of modules, which stand for all of their parameters;
-            or globs for either, such as ``"*.attn.*"``.
-        what: Names the argument in errors.
-
-    Raises:
-        ValueError: If a pattern chooses nothing.
+    A pattern is a name of a parameter; of a module, which stands for all of its parameters; or a
+    glob for either, such as ``"*.attn.*"``.
     """
     chosen = {pattern: _matches(names, pattern) for pattern in patterns}
     if unknown := [pattern for pattern, found in chosen.items() if not found]:
@@ -404,14 +374,14 @@ def _matches(names: Sequence[str], pattern: str) -> list[str]:
 # --- operations on columns
 
 
-def add(total: Columns, rows: slice | int, columns: Mapping[str, Tensor | None]) -> None:
-    """Add some columns to the columns ``rows`` of a total, in place; ``None`` is zero."""
+def add(total: Columns, some: slice | int, columns: Mapping[str, Tensor | None]) -> None:
+    """Add columns to ``some`` of the columns of a total, in place; ``None`` is zero."""
     names = [name for name, column in columns.items() if column is not None]
     if not names:
         return
     with without_torch_function():
         torch._foreach_add_(
-            [total[name][rows] for name in names], [columns[name].detach() for name in names]
+            [total[name][some] for name in names], [columns[name].detach() for name in names]
         )
 
 

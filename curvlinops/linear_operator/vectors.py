@@ -4,10 +4,10 @@ Inside of the package, K vectors are one tensor ``[K, dim]``, the *columns* of a
 user passes is read once, at the edge, and the product is written in the same kind.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from numbers import Number
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +25,24 @@ Array = TypeVar("Array", Tensor, np.ndarray)
 #: What scipy would turn into an array of objects or of text.
 _REFUSED = str | bytes | Set | NoneType | nn.Module
 
-#: Turns columns of a space into the kind of vectors that came in.
-Write = Callable[[Tensor, ParameterSpace], Any]
+
+class Given(NamedTuple):
+    """Vectors that a user passes: the columns ``[K, dim]``, and how products are written."""
+
+    columns: Tensor
+    is_single: bool
+    kind: type
+
+    def write(self, out: Tensor, space: ParameterSpace) -> Any:
+        """Return columns of a space in the kind of the vectors that were passed."""
+        out = out[0] if self.is_single else out.T
+        if issubclass(self.kind, np.ndarray):
+            return out.cpu().numpy()
+        is_named = issubclass(self.kind, MAPPINGS)
+        if not (is_named or issubclass(self.kind, LISTS)) or (is_named and space.is_flat):
+            return out
+        products = space.wholes(space.split_parts(out))
+        return products if is_named else list(products.values())
 
 
 def is_native(x: Any) -> bool:
@@ -48,43 +64,28 @@ def is_followed(columns: Tensor) -> bool:
 
 
 def is_scalar(x: Any) -> bool:
-    """Return whether ``x`` is a real number, of Python, numpy or PyTorch.
-
-    Raises:
-        TypeError: If it is complex.
-    """
+    """Return whether ``x`` is a real number, of Python, numpy or PyTorch; refuse complex ones."""
     scalar = isinstance(x, Number) or (isinstance(x, Tensor | np.ndarray) and x.ndim == 0)
     if scalar and (x.is_complex() if isinstance(x, Tensor) else np.iscomplexobj(x)):
         raise TypeError("The operator is real and cannot be combined with a complex number.")
     return scalar
 
 
-def read(x: Any, space: ParameterSpace) -> tuple[Tensor, Write]:
-    """Read one or several vectors.
+def read(x: Any, space: ParameterSpace) -> Given:
+    """Read one or several vectors of any kind, which are moved to a space's device and dtype.
 
-    Args:
-        x: A numpy array or tensor ``[D]`` or ``[D, K]``, or a list or mapping of tensors
-            ``[*shape]`` or ``[*shape, K]``, one for each parameter.
-        space: The space of the vectors. They are moved to its device and cast to its dtype.
-
-    Returns:
-        The columns ``[K, dim]``, of which this process may have parts, and the function that writes
-        a product in the same kind. Autograd follows both.
-
-    Raises:
-        ValueError: If shapes or names are not those of ``space``, or a value is not finite.
-        TypeError: If the vectors are complex, or of an unknown kind.
+    Autograd follows the columns, of which this process may have parts. Other shapes, names and
+    types than those of the space are refused, and values that are not finite.
     """
     if isinstance(x, (LISTS, MAPPINGS)):
-        flat, write = _from_structure(x, space), _write_structure
+        flat = _from_structure(x, space)
     elif isinstance(x, np.ndarray | Tensor):
         space.check_whole(
             "a flat array or tensor with a whole vector",
             "Pass a list or dictionary of DTensors with the parameters' placements, such as "
             "param.grad or torch.randn_like(param). Use this package's solvers instead of SciPy's.",
         )
-        is_array = isinstance(x, np.ndarray)
-        flat, write = (_from_numpy if is_array else _from_tensor)(x, space), _write_array
+        flat = (_from_numpy if isinstance(x, np.ndarray) else _from_tensor)(x, space)
         if flat.ndim not in (1, 2) or len(flat) != space.dim:
             raise ValueError(
                 f"Vector has shape {list(x.shape)}, expected [{space.dim}] or [{space.dim}, K]."
@@ -94,26 +95,10 @@ def read(x: Any, space: ParameterSpace) -> tuple[Tensor, Write]:
             f"Cannot multiply with a {type(x).__name__}. Pass a numpy array, a tensor, or a "
             "list or dictionary of tensors."
         )
-    single = flat.ndim == 1
-    columns = flat.unsqueeze(0) if single else flat.T
+    is_single = flat.ndim == 1
+    columns = flat.unsqueeze(0) if is_single else flat.T
     check_finite(columns, space)
-
-    def from_columns(out: Tensor, codomain: ParameterSpace) -> Any:
-        return write(out[0] if single else out.T, codomain, type(x))
-
-    return columns, from_columns
-
-
-def _write_array(out: Tensor, space: ParameterSpace, kind: type) -> Tensor | np.ndarray:
-    return out.cpu().numpy() if issubclass(kind, np.ndarray) else out
-
-
-def _write_structure(out: Tensor, space: ParameterSpace, kind: type) -> Any:
-    is_named = issubclass(kind, MAPPINGS)
-    if is_named and space.is_flat:
-        return out
-    products = space.wholes(space.split_parts(out))
-    return products if is_named else list(products.values())
+    return Given(columns, is_single, type(x))
 
 
 def _from_numpy(x: np.ndarray, space: ParameterSpace) -> Tensor:
@@ -153,12 +138,7 @@ def _from_structure(x: Sequence | Mapping, space: ParameterSpace) -> Tensor:
 
 
 def _by_name(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
-    """Return the tensors of a list or dictionary by name, in the order of a space.
-
-    Raises:
-        ValueError: If there is not one for each of the space's names.
-        TypeError: If one of them is no tensor.
-    """
+    """Return the tensors of a list or dictionary by name, in the order of a space."""
     if isinstance(x, MAPPINGS):
         values = dict(x)
         if space.is_flat:
@@ -192,11 +172,7 @@ def _check_real(is_complex: bool) -> None:
 
 
 def check_finite(columns: Tensor, space: ParameterSpace) -> None:
-    """Refuse vectors that are not finite.
-
-    Raises:
-        ValueError: If a value is NaN or infinite.
-    """
+    """Refuse vectors with NaN or infinite values."""
     name = space.not_finite(columns)
     if name is not None:
         where = f" in parameter '{name}'" if name else ""

@@ -10,11 +10,8 @@ from torch import Tensor
 class FactoredHessian(NamedTuple):
     """The Hessians of terms as ``sum_v s_v s_v^T`` with ``s_v = r_v (e_v - p)``, v from 1 to C.
 
-    Attributes:
-        r: ``[T, C]``.
-        p: ``[T, C]``.
-        is_singular: Whether p are probabilities, and r a multiple of their square roots in each
-            term, so that the sum of all ``r_v s_v`` is zero.
+    r and p are ``[T, C]``. If it is singular, p are probabilities, and r a multiple of their square
+    roots in each term, so that the sum of all ``r_v s_v`` is zero.
     """
 
     r: Tensor

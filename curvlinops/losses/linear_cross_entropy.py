@@ -56,10 +56,19 @@ class LinearCrossEntropyLoss(nn.Module):
             raise ValueError(f"chunk_size must be positive, got {chunk_size}.")
         self.head, self.ignore_index = head, ignore_index
         self.reduction, self.chunk_size = reduction, chunk_size
+        self._is_compared = False
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of inputs ``[N, ..., d]`` and targets ``[N, ...]``."""
+        """Return the loss of inputs ``[N, ..., d]`` and targets ``[N, ...]``.
+
+        Raises:
+            ValueError: If the head returns other logits, in the first call.
+        """
         loss = LinearCrossEntropy(self, self.reduction)
+        if not self._is_compared:
+            loss.check(input, target)
+            loss.check_values(input, target)
+            self._is_compared = True
         value = loss.sum(input, target)
         return value if self.reduction == "sum" else value / loss.denominator(input, target)
 

@@ -143,11 +143,9 @@ class DataLinearOperator(TorchLinearOperator):
         """Check the options of the subclass, before the model is evaluated."""
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        """Do all on a batch that does not depend on the vectors; return an ``Apply`` for these.
+        """Do all on a batch that does not depend on vectors; return a function of ``V, out``.
 
-        Args:
-            problem: Model and loss on the batch.
-            single: Whether there is one product with one column, so that it may free its graph.
+        If there is a single product with one column, the function may free its graph.
         """
         raise NotImplementedError
 
@@ -170,28 +168,25 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _apply(self, columns: Tensor) -> Tensor:
         num_columns, domain, codomain = len(columns), self.domain, self.codomain
-        both = (
-            ([n for n in b if n in domain.shapes], [n for n in b if n in codomain.shapes])
-            for b in self._blocks
-        )
-        both = [(inputs, outputs) for inputs, outputs in both if inputs and outputs]
         with self.risk.ranks.sending():
             out = codomain.zeros(num_columns)
         V, sums, names = domain.views(columns), codomain.views(out), list(codomain.shapes)
+        blocks = (
+            ({n: V[n] for n in block if n in V}, {n: sums[n] for n in block if n in sums})
+            for block in self._blocks
+        )
+        blocks = [(inputs, outputs) for inputs, outputs in blocks if inputs and outputs]
         with (
             self.risk.adding.summing(V, out, codomain),
             self._together("matmat", columns, wanted=names) as totals,
         ):
-            if num_columns == 0 or not both:
+            if num_columns == 0 or not blocks:
                 return out
-            build = partial(self._prepare, num_products=num_columns * len(both))
+            build = partial(self._prepare, num_products=num_columns * len(blocks))
             with self._built(build) as built:
                 for linear in built:
-                    for inputs, outputs in both:
-                        share = linear.apply(
-                            {n: V[n] for n in inputs}, {n: sums[n] for n in outputs}
-                        )
-                    totals["weight"] += share
+                    weights = [linear.apply(inputs, outputs) for inputs, outputs in blocks]
+                    totals["weight"] += weights[-1]
         out *= self.risk.scale(totals["weight"])
         self._check_finite(codomain.not_finite(out))
         return out
@@ -214,12 +209,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     @contextmanager
     def _built(self, build: Build, task: str = "matmat") -> Iterator[Iterator[Linear]]:
-        """Yield the result of each batch; inside of ``linearized()`` the kept one.
-
-        Args:
-            build: Builds it.
-            task: The purpose, which identifies what is kept.
-        """
+        """Yield what is built of each batch for a task; inside of ``linearized()`` what is kept."""
         shared = self._shared
         if shared is None:
             self._fresh.note(type(self).__name__, self.risk.model.params.values())

@@ -1,6 +1,5 @@
 """The empirical Fisher: the uncentered second moment of the gradients."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.sample_rows import (
     add_transposed,
     by_sample,
-    count_samples,
     graph_or_rows,
     multiply,
     num_rows,
@@ -53,7 +51,6 @@ class EFLinearOperator(DataLinearOperator):
 
     def _check_options(self) -> None:
         check_choice("terms", self.terms, ("term", "sample"))
-        self._counted = set[Hashable]()
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def from_graph() -> Linear:
@@ -84,9 +81,6 @@ class EFLinearOperator(DataLinearOperator):
         return Linear(apply, tuple(rows.values()))
 
     def _from_graph(self, problem: BatchProblem, single: bool) -> Linear:
-        if self.terms == "sample":
-            count_samples(problem, self._counted)
-
         def curvature(output: Tensor) -> tuple[Linear, Tensor]:
             weight, gradient = problem.weight(output), self._gradient(problem, output)
             if self.terms == "term":

@@ -1,6 +1,6 @@
 """The rows of a batch: gradients of the losses of its samples, or of its terms."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.fallback import UnequalRowsError
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
@@ -16,17 +15,14 @@ from curvlinops.layers.gradients import (
     PerSampleGradient,
     Piece,
 )
-from curvlinops.layers.sample_axis import proves_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.loss_rows import LossesOneByOne
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.derivatives import evaluate
 from curvlinops.support.columns import flat
 from curvlinops.support.norms import wide
 from curvlinops.support.pytree import leaves
-from curvlinops.support.rng import preserved_rng
 
 _NO_POSITIONS = (
     "Scores by position need layers that see each position of the sequences once: leave the others "
@@ -275,40 +271,6 @@ def shape_of(columns: Mapping[str, Tensor | LowRank]) -> tuple[int, Tensor]:
 def shapes_of(problem: BatchProblem) -> tuple[torch.Size, ...]:
     """Return the shapes of a batch's tensors."""
     return tuple(tensor.shape for tensor in leaves((problem.batch.X, problem.batch.y)))
-
-
-def count_samples(problem: BatchProblem, counted: set[Hashable]) -> None:
-    """Find out to which samples the rows of the output belong, unless such a batch was counted.
-
-    Parts of the batch may have to be evaluated for that, which is impossible inside of a pass.
-    """
-    # all processes that have parts of a model evaluate it together, whatever shapes they have
-    batch = problem.batch.index if problem.model.shards else shapes_of(problem)
-    if batch not in counted:
-        with preserved_rng():
-            if check_rows(problem, evaluate(problem)):
-                counted.add(batch)
-
-
-def check_rows(problem: BatchProblem, output: Tensor) -> bool:
-    """Return whether shapes prove that samples have equally many rows; else, count each one's.
-
-    Raises:
-        UnequalRowsError: If they have not, as rows that a mask selects.
-    """
-    num_samples = problem.samples_of(output)
-    size = len(output) // max(num_samples, 1)
-    if problem.model.shards or num_samples < 2 or size < 2:
-        return True
-    with problem.recording("once") as recording:
-        output = recording.output
-    if proves_rows(output, num_samples):
-        return True
-    for n in range(num_samples):
-        alone = problem.output_alone(slice(n, n + 1), num_samples)
-        if alone is None or len(alone) != size:
-            raise UnequalRowsError.of(n, problem.batch.index, alone, size)
-    return False
 
 
 def by_sample(problem: BatchProblem, output: Tensor) -> Callable[[Tensor], Tensor]:

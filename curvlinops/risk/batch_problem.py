@@ -10,6 +10,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
+from curvlinops.risk.checks.coupling import SeenAlone, check_gradients
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
@@ -87,11 +88,11 @@ class BatchProblem:
 
     def samples_of(self, output: Tensor) -> int:
         """Return the number of samples that an output belongs to, see ``Samples``."""
-        return self.risk.data.samples.of_output(self, output)
+        return self.risk.data.samples.of_output(self.batch.X, self.batch.index, len(output))
 
     def output_alone(
         self,
-        samples: slice | list[int],
+        samples: slice,
         num_samples: int,
         of: Callable[[Tensor], Any] = Tensor.detach,
         leaves: dict[str, Tensor] | None = None,
@@ -160,13 +161,19 @@ class BatchProblem:
         """The functions that must be compared; none with ``check_deterministic=False``."""
         return self.functions.uncompared if self.risk.checks else []
 
-    def keeping_graph(self, output: Tensor) -> AbstractContextManager:
-        """Watch a backward pass from an output, see ``UserFunctions``."""
-        return self.functions.keeping_graph(output) if self.risk.checks else nullcontext(False)
-
     def runs_users_code(self, nodes: Iterable[Any]) -> bool:
         """Return whether a backward pass must be compared that runs hooks, or own functions."""
         return self.risk.checks and bool(self.learned().hooks or custom_functions(nodes))
+
+    def check_backward(self, operations: int) -> None:
+        """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
+
+        Args:
+            operations: A hash of the graph's operations. The backward pass runs the user's code.
+        """
+        known, key = self.rules(SeenAlone), (operations, *sorted(self.risk.facts.hooks))
+        if not self.model.shards and key not in known and check_gradients(self):
+            known.add(key)
 
     # --- evaluations
 
@@ -185,7 +192,7 @@ class BatchProblem:
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
         also = () if self.loss is None else self.loss.roots
-        return Evaluation(self.model, values, differentiation, also)
+        return Evaluation(self.model, values, differentiation, also, self.risk.facts.hooks)
 
     def output(self, evaluation: Evaluation) -> Tensor:
         """Evaluate the model in an active evaluation; the first one is watched.
@@ -229,6 +236,8 @@ class BatchProblem:
                     check_graph(nodes, self.model, leaves)
                     self.functions.note(nodes, output)
             yield Recording(evaluation, leaves, output)
+        if self.risk.checks and self.functions.are_any:
+            self.check_backward(self.functions.operations)
 
     def learn_from(
         self,

@@ -21,13 +21,13 @@ from curvlinops.support.autograd_graph import (
     graph_nodes,
     has_hooks_on_saved,
     leaf_variables,
+    loses_graph,
     precisions,
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.torch_internals import (
     in_transform,
-    strided_tensors,
     without_torch_function,
 )
 
@@ -71,7 +71,7 @@ class ModelFacts:
         graph_bytes: The memory of the graph, in bytes.
         has_checkpoints: Whether hooks replace what the graph saves, as checkpoints do, which
             ``graph_bytes`` does not count.
-        hooks: The names of hooks that the model registers on tensors, which may change gradients.
+        hooks: The names of hooks that model or loss register, which may change gradients.
         differentiates: Whether the model differentiates itself, as meta-learning does, so that its
             parameters have to require gradients in each evaluation.
         stops_gradients: Whether the model computes with its parameters outside of the graph
@@ -94,7 +94,7 @@ class ModelFacts:
     is_evaluated: bool = False
     graph_bytes: int = 0
     has_checkpoints: bool = False
-    hooks: frozenset[str] = frozenset()
+    hooks: set[str] = field(default_factory=set)
     differentiates: bool = False
     stops_gradients: bool = False
     loss_needs_graph: bool = False
@@ -109,8 +109,7 @@ class ModelFacts:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
         self.is_evaluated, self.graph_bytes = True, footprint([output], nodes=nodes)
         self.has_checkpoints = any(map(has_hooks_on_saved, nodes))
-        self.hooks, self.differentiates = frozenset(watch.hooks), watch.differentiates
-        self.stops_gradients = watch.stops_gradients
+        self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 
 class UserFunctions:
@@ -125,10 +124,16 @@ class UserFunctions:
 
     def note(self, nodes: list[Any], output: Tensor) -> None:
         """Note those among the nodes of the graph of an output."""
-        self.operations = hash((self.operations, *(node.name() for node in nodes)))
-        if (found := custom_functions(nodes)) or self._facts.hooks:
+        hooks = self._facts.hooks
+        self.operations = hash((self.operations, *(node.name() for node in nodes), *sorted(hooks)))
+        if (found := custom_functions(nodes)) or hooks:
             self._names |= found
             self.precisions |= precisions(nodes, output)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether the graph has some."""
+        return bool(self._names or self._facts.hooks)
 
     @property
     def uncompared(self) -> list[str]:
@@ -141,25 +146,22 @@ class UserFunctions:
         """Watch a backward pass that is differentiated, if its graph is new, which is yielded.
 
         Raises:
-            NoDerivativeError: If a node gets a gradient that has a graph, and returns one that is
-                not zero and has none, as that of sparse tensors does: products would lack a part.
+            NoDerivativeError: If a node loses its graph, as that of sparse tensors does, so that
+                products would lack a part.
         """
         if self.operations in self._facts.kept:
             yield False
             return
         lost: list[str] = []
 
-        def watch(name: str, returned: tuple, given: tuple) -> None:
+        def watch(node: Any, returned: tuple, given: tuple) -> None:
             with without_torch_function():
-                given = [x for x in given if x is not None]
-                if given and all(x.requires_grad for x in given):
-                    without = (x for x in returned if x is not None and not x.requires_grad)
-                    if any(bool(part.any()) for x in without for part in strided_tensors(x)):
-                        lost.append(name)
+                if loses_graph(node, returned, given):
+                    lost.append(node.name())
 
         # the user's functions are compared
         nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
-        handles = [node.register_hook(partial(watch, node.name())) for node in nodes]
+        handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
             yield True
         finally:
@@ -206,16 +208,12 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._replaced, self._is_gathered = replaced, is_gathered
         self.differentiates = self.stops_gradients = self.is_in_loss = False
-        self.hooks: set[str] = set()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call ``func``, and note how it uses gradients."""
         kwargs = kwargs or {}
-        if func is Tensor.register_hook:
-            hook = (*args, *kwargs.values())[1]
-            self.hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
         if func is torch.autograd.grad and (
             lost := [x for x in args[1] if id(x) in self._replaced]
         ):

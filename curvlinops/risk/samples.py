@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops.support.arguments import check_count
-from curvlinops.support.pytree import leaves
+from curvlinops.support.pytree import has_length, leaves
 
 
 class Samples:
@@ -26,10 +27,6 @@ class Samples:
                 f"{type(batch_size_fn).__name__}."
             )
         self.batch_size_fn = batch_size_fn
-        # whether a sample has several rows of the output; a batch of one sample shows that for
-        # itself, and not whether others have as many: one of several samples decides
-        self._groups_rows: bool | None = None
-        self._is_decided = False
 
     def count(self, X: Any, index: int) -> int:
         """Return the number of samples in the batch of this index.
@@ -73,51 +70,33 @@ class Samples:
             "rows, say so with batch_size_fn."
         )
 
-    def of_output(self, problem: Any, output: Tensor) -> int:
-        """Return the number of samples that an output of a ``BatchProblem`` belongs to.
+    def of_output(self, X: Any, index: int, num_rows: int) -> int:
+        """Return the number of samples to which the rows of an output belong.
 
-        It is the batch's number of samples, if all have equally many neighboring rows of the
-        output, such as tokens. Otherwise each row is a sample.
+        Each row is a sample, but for outputs with more rows than the batch has samples: of N
+        samples by ``batch_size_fn``, an output with N * T rows has T neighboring ones for each
+        where the tensors in X have as many places, ``[N, T, ...]``. So no place was left out.
 
         Raises:
-            ValueError: If samples have equally many rows on another batch or on this one only.
+            ValueError: If there are more rows than samples otherwise.
         """
-        num_rows, num_samples = len(output), problem.evident_samples
+        try:
+            num_samples = self.count(X, index)
+        except ValueError:
+            return num_rows
         if not num_samples or num_rows <= num_samples:
             return num_rows
-        groups_rows = self._groups_rows
-        if groups_rows is None or (num_samples > 1 and not self._is_decided):
-            groups_rows = num_rows % num_samples == 0 and self._are_grouped(problem, num_rows)
-        is_other = self._groups_rows not in (None, groups_rows)
-        if is_other or (groups_rows and num_rows % num_samples):
-            raise ValueError(
-                f"The model's output has {num_rows} rows for {num_samples} samples, and of this "
-                "batch and an earlier one only one has equally many rows for each sample. Give "
-                "samples an axis in front of their rows, or say with batch_size_fn how many a "
-                "batch has; or put a batch of several samples first, which then decides."
-            )
-        self._groups_rows, self._is_decided = groups_rows, self._is_decided or num_samples > 1
-        return num_samples if groups_rows else num_rows
-
-    def _are_grouped(self, problem: Any, num_rows: int) -> bool:
-        """Return whether a number of rows are equally many neighboring ones for each sample.
-
-        The caller has said so by ``batch_size_fn``; otherwise the first and the last sample alone
-        must have as many, and one sample twice as many if it is taken twice.
-        """
-        if isinstance(problem.batch.X, PackedSequence):  # rows are ordered by time
-            return False
-        if self.batch_size_fn is not None:
-            return True
-        num_samples = problem.num_samples
-        if num_samples == 1:
-            parts: list[tuple[slice | list[int], int]] = [([0, 0], 2)]
-        else:
-            parts = [(slice(1), 1), (slice(num_samples - 1, num_samples), 1)]
-        outputs = [(problem.output_alone(part, num_samples), number) for part, number in parts]
-        return all(
-            output is not None and len(output) * num_samples == number * num_rows
-            for output, number in outputs
+        shapes = [x.shape for x in leaves(X) if has_length(x, num_samples) and x.ndim > 1]
+        has_places = shapes and all(num_rows in accumulate(shape, mul) for shape in shapes)
+        if self.batch_size_fn is not None and has_places:
+            return num_samples
+        raise ValueError(
+            f"The model's output has {num_rows} rows for the {num_samples} samples of batch "
+            f"{index}, and it is not known which rows are whose. Let the model return samples "
+            "first, as [N, C] or [N, T, C] (for CrossEntropyLoss [N, C, T]), and mask in the loss "
+            "what does not count (ignore_index). An output [N * T, C] with a row for each place "
+            "of the tensors [N, T, ...] in X needs batch_size_fn, a function from X to N, such as "
+            "batch_size_fn=len; so does an X whose first axis numbers no samples."
         )
 
 

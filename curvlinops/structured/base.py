@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import reduce
-from math import isfinite
 from operator import matmul
 from pathlib import Path
 from typing import Any
@@ -128,8 +127,6 @@ class StructuredLinearOperator(TorchLinearOperator):
         """
         self._need_symmetry("An inverse")
         damping = check_number("damping", damping)
-        if not isfinite(damping):
-            raise ValueError(f"The damping must be a finite number, got {damping}.")
         operator = self._shifted(damping) if damping else self
         return operator._inverse(retry_double_precision)
 
@@ -160,8 +157,6 @@ class StructuredLinearOperator(TorchLinearOperator):
             ValueError: If there is no such power.
         """
         exponent = check_number("exponent", exponent)
-        if not isfinite(exponent):
-            raise ValueError(f"The exponent must be finite, got {exponent}.")
         if not self.self_adjoint and exponent.is_integer() and exponent >= 0:
             times = int(exponent)
             return reduce(matmul, [self] * times) if times else PowerLinearOperator(self, 0)
@@ -251,15 +246,7 @@ class StructuredLinearOperator(TorchLinearOperator):
 
     @in_default_modes
     def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
-        """Return some eigenpairs, ``None`` if that takes the decomposition of a large matrix.
-
-        Args:
-            k: How many, at most D.
-            which: ``"LM"``, ``"LA"``, ``"SA"`` or ``"BE"``, see ``eigsh``.
-
-        Returns:
-            Eigenvalues in ascending order, ``[k]``, and orthonormal eigenvectors, ``[D, k]``.
-        """
+        """Return k eigenpairs as ``eigsh``, ``None`` if that takes that of a large matrix."""
         if not self._has_eigh():
             return None
         decomposition = self.eigh()
@@ -340,9 +327,8 @@ class StructuredLinearOperator(TorchLinearOperator):
     def _eigh(self, accurate: bool = False) -> "StructuredLinearOperator":
         """Return the eigendecomposition, with zeros for eigenvalues that are rounding errors.
 
-        Args:
-            accurate: Whether small eigenvalues matter. If so, matrices in float32 are decomposed in
-                float64, unless damping makes that unnecessary.
+        If small eigenvalues matter, it is ``accurate``: matrices in float32 are decomposed in
+        float64, unless damping makes that unnecessary.
         """
         raise self._lacks("eigendecomposition")
 
@@ -351,11 +337,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self.self_adjoint
 
     def _inverse(self, accurate: bool = True) -> "StructuredLinearOperator":
-        """Return the inverse.
-
-        Args:
-            accurate: Whether float64 is used where float32 does not suffice.
-        """
+        """Return the inverse; if ``accurate``, in float64 where float32 does not suffice."""
         return self._eigh(accurate)._power(-1.0)
 
     def _power(self, exponent: float) -> "StructuredLinearOperator":

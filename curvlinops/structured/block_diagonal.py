@@ -13,10 +13,9 @@ from curvlinops.linear_operator.operator import PartLinearOperator, TorchLinearO
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.kronecker import EighDecomposedLinearOperator
-from curvlinops.structured.layout import Layout, ParameterView, in_whole
+from curvlinops.structured.layout import Layout, ParameterView, connected, in_whole
 from curvlinops.support.columns import flat
 from curvlinops.support.files import recorded
-from curvlinops.support.groups import connected
 from curvlinops.support.norms import double_norm
 from curvlinops.team.team import ALONE, Team, largest
 
@@ -347,11 +346,6 @@ class RemoteLinearOperator(StructuredLinearOperator):
     """A block that another process has. Its numbers are zero here, and are added up there.
 
     Functions of it, such as its inverse, are the same.
-
-    Args:
-        dim: The number of rows.
-        dtype: The dtype of the block.
-        device: The device of this process.
     """
 
     def __init__(self, dim: int, dtype: torch.dtype, device: torch.device):

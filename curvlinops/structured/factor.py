@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops.structured.linalg import (
     cholesky_inverse,
     eigenpairs,
+    has_scales,
     is_symmetric,
     power,
     rounding_errors,
@@ -21,6 +22,9 @@ from curvlinops.structured.linalg import (
 )
 from curvlinops.support.files import recorded
 from curvlinops.support.norms import double_dot, double_norm
+
+#: Eigenvalues are known if they are so many times larger than their rounding errors.
+_GAP = 10
 
 
 @recorded
@@ -37,6 +41,7 @@ class Factor:
         decomposition: The eigenvalues ``[G, n]`` and eigenvectors ``[G, n, n]`` of dense matrices,
             if known. Eigenvalues that are rounding errors are zero; their dtype may be larger.
         is_identity: Whether the matrices are the identity.
+        ranks: How large their ranks can be, ``[G]``, if known: how many squares were summed.
     """
 
     def __init__(
@@ -47,8 +52,9 @@ class Factor:
         eps: float = 0.0,
         decomposition: tuple[Tensor, Tensor] | None = None,
         is_identity: bool = False,
+        ranks: Tensor | None = None,
     ):
-        self.tensor, self.psd, self.is_identity = tensor, psd, is_identity
+        self.tensor, self.psd, self.is_identity, self.ranks = tensor, psd, is_identity, ranks
         self.decomposition = decomposition
         self._parts: list[Factor] | None = None
         self.groups, self.rows, self.columns = *tensor.shape[:2], tensor.shape[-1]
@@ -63,16 +69,9 @@ class Factor:
         return self.tensor, *properties
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
-        """Multiply along an axis.
+        """Multiply ``[groups, left, m, right]`` to ``[groups, left, n, right]``, in any shapes.
 
-        Args:
-            X: Numbers ``[groups, left, m, right]``, in any shape.
-            groups: G, or one if all factors have one group.
-            left: The extent of the axes before this.
-            right: The extent of the axes after this.
-
-        Returns:
-            Numbers ``[groups, left, n, right]``, in some shape.
+        There are G groups, or one if all factors have one group.
         """
         if self.is_identity:
             return X
@@ -124,6 +123,21 @@ class Factor:
         """Return the diagonals, ``[G, n]``."""
         return self.tensor if self.is_diagonal else self.tensor.diagonal(dim1=-2, dim2=-1)
 
+    def scales(self, vectors: Tensor | None) -> Tensor:
+        """Return the scales of the entries along eigenvectors v, ``v^T D v``, ``[G, n]``.
+
+        D is the diagonal. Vectors that were computed in float32 know its largest entry only.
+
+        Args:
+            vectors: The eigenvectors as columns, ``[G, n, n]``; ``None`` for the standard basis.
+        """
+        sizes = self.diagonal().abs()
+        if vectors is None:
+            return sizes
+        if not self.is_diagonal and not has_scales(self.tensor):
+            return sizes.amax(-1, keepdim=True).expand_as(sizes)
+        return (sizes.unsqueeze(-2) @ vectors.square()).squeeze(-2)
+
     @cached_property
     def norm(self) -> Tensor:
         """The Frobenius norms, ``[G]``, in float64."""
@@ -143,15 +157,18 @@ class Factor:
         return sign.to(self.tensor), logarithm.to(self.tensor)
 
     def _slogdet_by_lu(self) -> tuple[Tensor, Tensor]:
-        lu, pivots, _ = torch.linalg.lu_factor_ex(self.tensor)
+        matrix, scales = self.tensor, []
+        for axis in (-1, -2) if self.rows else ():  # pivots are compared in the scales of rows
+            sizes = matrix.abs().amax(axis, keepdim=True)
+            sizes = sizes.masked_fill(sizes == 0, 1.0)
+            matrix = matrix / sizes
+            scales.append(sizes.flatten(1).log().sum(-1))
+        lu, pivots, _ = torch.linalg.lu_factor_ex(matrix)
         diagonal = lu.diagonal(dim1=-2, dim2=-1)
-        if self.rows:
-            sizes = diagonal.abs()
-            limit = tolerance(self.rows, self.eps) * sizes.amax(-1, keepdim=True)
-            diagonal = diagonal.masked_fill(sizes <= limit, 0)
+        diagonal = diagonal.masked_fill(diagonal.abs() <= tolerance(self.rows, self.eps), 0)
         swaps = (pivots != torch.arange(1, self.rows + 1, device=pivots.device)).sum(-1)
         sign, logarithm = signed_logarithm(diagonal)
-        return sign * (1 - 2 * (swaps % 2)), logarithm
+        return sign * (1 - 2 * (swaps % 2)), sum(scales, logarithm)
 
     def inner(self, other: "Factor") -> Tensor:
         """Return the sums of products of entries with another factor's, ``[G]``, in float64."""
@@ -185,6 +202,7 @@ class Factor:
         if self.is_diagonal:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
         if not self.is_decomposed(in_float64):
+            in_float64 = in_float64 or has_scales(self.tensor)
             values, vectors = eigenpairs(self.tensor, name, torch.float64 if in_float64 else None)
             errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
             self.decomposition = without_rounding(values, errors, self.psd), vectors
@@ -213,6 +231,27 @@ class Factor:
         values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
         return self._from_eigenpairs(values, vectors.tensor)
 
+    def undecided(self, shift: float | Tensor, scale: float | Tensor = 1.0) -> Tensor:
+        """Return from which shift on the factor decides ``(scale A + shift I)^-1``, ``[G]``.
+
+        Zero where it does already. Smaller shifts are below rounding errors, so that eigenvalues
+        decide that are lost in these, or hardly known. That is no error if A has a null space. It
+        has one if it has fewer rows than columns, see ``ranks``. If their number is not known, a
+        gap above the rounding errors tells.
+        """
+        if self.is_diagonal or not self.is_decomposed(in_float64=True):
+            return self.tensor.new_zeros(self.groups)
+        values, vectors = self.decomposition
+        errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
+        is_small = values.abs() < _GAP * errors
+        if self.ranks is None:
+            is_full = (is_small & (values != 0)).any(-1)
+        else:
+            is_full = self.ranks >= self.rows
+        errors = errors * scale
+        is_lost = is_small & (errors > shift) & is_full.unsqueeze(-1)
+        return errors.masked_fill(~is_lost, 0.0).amax(-1)
+
     def _from_eigenpairs(self, values: Tensor, vectors: Tensor) -> "Factor":
         """Return the matrices with given eigenvalues and orthogonal eigenvectors."""
         matrix = symmetrized(vectors * values.to(vectors).unsqueeze(-2) @ vectors.mT)
@@ -220,11 +259,7 @@ class Factor:
         return Factor(matrix, symmetric=True, psd=psd, decomposition=(values, vectors))
 
     def power(self, exponent: float, name: str) -> "Factor":
-        """Return a power.
-
-        Raises:
-            ValueError: If there is no such power. It calls the factor by its name.
-        """
+        """Return a power; errors call the factor by its name."""
         if self.is_identity or self.tensor.numel() == 0:
             return self
         if exponent == 0:
@@ -316,16 +351,10 @@ def name_of_factor(index: int) -> str:
     return f"Factor {index} of the Kronecker product"
 
 
-def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
-    """Multiply vectors by the block-diagonal of G Kronecker products.
+def multiply_by_product(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
+    """Multiply ``[K, G * m_1 * m_2 ...]`` by the block-diagonal of G Kronecker products.
 
-    Args:
-        factors: The factors.
-        groups: G; factors may have one group for all.
-        X: Vectors ``[K, G * m_1 * m_2 ...]``.
-
-    Returns:
-        Vectors ``[K, G * n_1 * n_2 ...]``.
+    Factors may have one group for all.
     """
     K = X.shape[0]
     rows, columns = [f.rows for f in factors], [f.columns for f in factors]
@@ -340,12 +369,10 @@ def multiply(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
     return X.reshape(K, groups * prod(rows))
 
 
-def slogdet(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
+def slogdet_of_product(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
     """Return sign and logarithm of the determinant of the block-diagonal of G Kronecker products.
 
-    Args:
-        factors: The factors, all square.
-        groups: G; factors may have one group for all.
+    The factors are square, and may have one group for all.
     """
     total = prod(factor.rows for factor in factors)
     signs, logarithms = [], []

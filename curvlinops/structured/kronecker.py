@@ -15,7 +15,12 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.factor import Factor, multiply, name_of_factor, slogdet
+from curvlinops.structured.factor import (
+    Factor,
+    multiply_by_product,
+    name_of_factor,
+    slogdet_of_product,
+)
 from curvlinops.structured.linalg import (
     eigenpairs,
     power,
@@ -223,7 +228,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return [self._of(some) for some in factors]
 
     def _apply(self, columns: Tensor) -> Tensor:
-        return multiply(self._factors, self._groups, columns)
+        return multiply_by_product(self._factors, self._groups, columns)
 
     # --- quantities: those of the factors, by group
 
@@ -246,7 +251,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
-        return slogdet(self._factors, self._groups)
+        return slogdet_of_product(self._factors, self._groups)
 
     def _by_group(self, values: list[Tensor]) -> Tensor:
         """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""
@@ -644,12 +649,7 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
     """A symmetric matrix ``X diag(values) X^T``, where X need not be orthogonal.
 
     It is a sum of two Kronecker products, or the inverse of one. It has no sum with the identity,
-    and no power but the inverse.
-
-    Args:
-        values: The diagonal, ``[D]``.
-        basis: X, a Kronecker product of square factors.
-        dual: ``X^-T``, likewise.
+    and no power but the inverse. The basis X, and its dual ``X^-T``, are Kronecker products.
     """
 
     def __init__(
@@ -703,18 +703,10 @@ class DiagonalizedSumLinearOperator(StructuredLinearOperator):
 def simultaneous_diagonalization(
     first: KroneckerProductLinearOperator, second: KroneckerProductLinearOperator
 ) -> DiagonalizedSumLinearOperator | None:
-    """Return the sum of two Kronecker products of two symmetric factors each.
+    """Return ``P_1 (x) Q_1 + P_2 (x) Q_2`` if ``P_1`` and ``Q_1`` are positive definite.
 
     With ``P_1 = S S^T`` and ``P_2 = S diag(l) S^T``, likewise ``Q_1 = T T^T`` and
-    ``Q_2 = T diag(m) T^T``, the sum ``P_1 (x) Q_1 + P_2 (x) Q_2`` is
-    ``(S (x) T) diag(1 + l_i m_j) (S (x) T)^T``.
-
-    Args:
-        first: ``P_1 (x) Q_1``.
-        second: ``P_2 (x) Q_2``.
-
-    Returns:
-        ``None`` if a factor of the first product is not positive definite.
+    ``Q_2 = T diag(m) T^T``, it is ``(S (x) T) diag(1 + l_i m_j) (S (x) T)^T``.
     """
     for i, factor in enumerate(first._factors):
         values, _ = factor.eigh(in_float64=True, name=name_of_factor(i))
@@ -725,19 +717,14 @@ def simultaneous_diagonalization(
     eps = max(factor.eps for pair in pairs for factor in pair)
     values = left.unsqueeze(-1) * right.unsqueeze(-2)
     values = values.expand(first._groups, *values.shape[1:]).flatten(1)
-    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps), 0.0)
+    values = shifted(values, 1.0, tolerance(max(S.rows, T.rows), eps))
     values = values.to(first.torch_dtype).flatten()
     basis, dual = (KroneckerProductLinearOperator(*pair) for pair in ((S, T), (dual_S, dual_T)))
     return DiagonalizedSumLinearOperator(values, basis, dual)
 
 
 def _common_basis(first: Factor, second: Factor) -> tuple[Factor, Factor, Tensor]:
-    """Return S, ``S^-T`` and l with ``first = S S^T`` and ``second = S diag(l) S^T``.
-
-    Args:
-        first: A positive definite factor.
-        second: A symmetric factor.
-    """
+    """Return S, ``S^-T`` and l with ``first = S S^T``, positive, and ``second = S diag(l) S^T``."""
     values, vectors = first.eigh(in_float64=True)
     root = values.double().sqrt()
     if first.is_diagonal and second.is_diagonal:

@@ -1,6 +1,6 @@
 """Where the entries of a block's vectors are in the parameters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -19,14 +19,7 @@ Axis = tuple[int, int]
 @recorded
 @dataclass(frozen=True)
 class ParameterView:
-    """Some entries of a parameter, as a strided view of its row-major vector.
-
-    Attributes:
-        name: The parameter.
-        sizes: The lengths of the view's axes.
-        strides: The steps along them.
-        offset: The first entry.
-    """
+    """Some entries of a parameter, as a strided view of its row-major vector."""
 
     name: str
     sizes: tuple[int, ...]
@@ -75,15 +68,7 @@ class ParameterView:
     def undo_permutation(
         self, shape: Sequence[int], order: Sequence[int]
     ) -> "ParameterView | None":
-        """Return the view v for which ``v.reshape(shape).permute(order)`` is this one.
-
-        Args:
-            shape: The shape of v before its axes are permuted.
-            order: The axes of that shape, in the order that they have in this view.
-
-        Returns:
-            ``None`` if v is no strided view.
-        """
+        """Return the view v for which ``v.reshape(shape).permute(order)`` is this one, if any."""
         axes = list(zip(self.sizes, self.strides, strict=True))
         groups = grouped(axes, [shape[i] for i in order])
         if groups is None:
@@ -173,15 +158,7 @@ def _evenly_spaced(views: Sequence[ParameterView]) -> ParameterView | None:
 
 
 def grouped(axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis]] | None:
-    """Split axes so that consecutive ones have the entries of axes of other sizes.
-
-    Args:
-        axes: The axes, which have as many entries.
-        sizes: The other sizes.
-
-    Returns:
-        The axes that make up each of the other axes, ``None`` if there are none.
-    """
+    """Split axes so that consecutive ones have the entries of axes of other sizes, if possible."""
     groups, axes = [], list(axes)
     for size in reversed(sizes):
         group: list[Axis] = []
@@ -284,3 +261,24 @@ def in_whole(layout: Layout, space: ParameterSpace) -> Layout:
     if None in spaced:
         return Layout(tuple(views), layout.rows, layout.number)
     return Layout(tuple(spaced), layout.rows * layout.number)
+
+
+def connected(sets: Iterable[Iterable[Hashable]]) -> list[list[int]]:
+    """Return the indices of sets in groups, where sets of different groups share no element."""
+    parents: dict[Hashable, Hashable] = {}
+
+    def root(x: Hashable) -> Hashable:
+        while (parent := parents.setdefault(x, x)) is not x:
+            parents[x] = x = parents[parent]
+        return x
+
+    firsts = []
+    for elements in sets:
+        first, *others = elements
+        firsts.append(first)
+        for x in others:
+            parents[root(x)] = root(first)
+    groups: dict[Hashable, list[int]] = {}
+    for i, first in enumerate(firsts):
+        groups.setdefault(root(first), []).append(i)
+    return list(groups.values())

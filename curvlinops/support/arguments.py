@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from math import inf, isnan
+from math import inf, isfinite
 from operator import index
 from typing import Any, TypeVar
 
@@ -32,11 +32,7 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_device(device: torch.device | str) -> torch.device:
-    """Return a device with its number: ``"cuda"`` becomes ``cuda:0``.
-
-    Raises:
-        ValueError: If PyTorch cannot use it here.
-    """
+    """Return a device with its number (``"cuda"`` becomes ``cuda:0``), if it can be used here."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -48,17 +44,7 @@ def as_device(device: torch.device | str) -> torch.device:
 
 
 def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = None) -> int:
-    """Return an argument as an integer; Python's, NumPy's and PyTorch's are accepted.
-
-    Args:
-        name: The name of the argument.
-        value: The number.
-        at_least: The smallest that is allowed.
-        at_most: The largest that is allowed.
-
-    Raises:
-        ValueError: If it is no integer, too small, or too large.
-    """
+    """Return an argument as an integer between two bounds; also NumPy's and PyTorch's."""
     number = as_integer(value)
     if number is None or number < at_least or (at_most is not None and number > at_most):
         allowed = f">= {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -67,16 +53,7 @@ def check_count(name: str, value: Any, at_least: int = 1, at_most: int | None = 
 
 
 def check_number(name: str, value: Any, at_least: float = -inf) -> float:
-    """Return an argument as a real number; Python's, NumPy's and PyTorch's are accepted.
-
-    Args:
-        name: The name of the argument.
-        value: The number.
-        at_least: The smallest that is allowed.
-
-    Raises:
-        ValueError: If it is no number, or too small; or if it requires gradients.
-    """
+    """Return an argument as a finite real number, at least ``at_least``; also NumPy's."""
     without_graph(value, name)
     try:
         # float() reads strings and truth values, too
@@ -84,18 +61,14 @@ def check_number(name: str, value: Any, at_least: float = -inf) -> float:
         number = float("nan") if is_bool or isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
-    if isnan(number) or number < at_least:
-        allowed = "a number" if at_least == -inf else f"a number >= {at_least:g}"
-        raise ValueError(f"{name} must be {allowed}, got {value!r}.")
+    if not isfinite(number) or number < at_least:
+        bound = "" if at_least == -inf else f" >= {at_least:g}"
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}.")
     return number
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
-    """Return the choice that equals an argument.
-
-    Raises:
-        ValueError: If there is no such choice.
-    """
+    """Return the choice that equals an argument; refuse others."""
     choices = list(choices)
     if not isinstance(value, str) or value not in choices:
         known = [str(choice) for choice in choices]
@@ -104,11 +77,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Choice]) -> Choice:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse an argument that is no truth value.
-
-    Raises:
-        ValueError: If it is neither True nor False, of Python or NumPy.
-    """
+    """Refuse an argument that is no truth value of Python or NumPy."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name} must be True or False, got {value!r}.")
 
@@ -124,12 +93,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
-    """Return ``name=value`` for each argument of a class whose value is not the default.
-
-    Args:
-        cls: The class. Arguments whose default is None are left out.
-        values: The arguments by name. Other names are ignored.
-    """
+    """Return ``name=value`` for arguments of a class with other values than defaults, but None."""
     options = [p for p in inspect.signature(cls).parameters.values() if p.name in values]
     options = [p for p in options if p.default is not None and p.default is not p.empty]
     given = [(p.name, values[p.name]) for p in options if values[p.name] != p.default]
@@ -137,13 +101,9 @@ def changed(cls: type, values: Mapping[str, Any]) -> list[str]:
 
 
 def without_graph(x: Any, name: str) -> Any:
-    """Return an argument of an operator or a solver; refuse tensors that autograd follows.
-
-    Raises:
-        ValueError: If derivatives with respect to it are recorded: they would be missing.
-    """
+    """Return an argument; refuse tensors that autograd follows: derivatives would be missing."""
     parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else [x]
-    if any(isinstance(part, Tensor) and _is_followed(part) for part in parts):
+    if any(isinstance(part, Tensor) and is_differentiated(part) for part in parts):
         raise ValueError(
             f"{name} requires gradients, but only products A @ v are differentiated, and only with "
             "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
@@ -151,6 +111,7 @@ def without_graph(x: Any, name: str) -> Any:
     return x
 
 
-def _is_followed(x: Tensor) -> bool:
+def is_differentiated(x: Tensor) -> bool:
+    """Return whether derivatives with respect to a tensor are recorded, in either mode."""
     recorded = x.requires_grad and torch.is_grad_enabled()
     return recorded or forward_ad.unpack_dual(x).tangent is not None

@@ -10,6 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import (
+    can_be_called,
     function_of,
     input_metadata,
     saved_values,
@@ -24,7 +25,8 @@ DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward
 
 def graph_nodes(*outputs: Tensor) -> list[Any]:
     """Return all nodes of the graph that computed some tensors, inputs before what uses them."""
-    stack, entered = [output.grad_fn for output in reversed(outputs)], set()
+    with without_torch_function():  # an evaluation watches what the model reads, not this
+        stack, entered = [output.grad_fn for output in reversed(outputs)], set()
     nodes: dict[Any, None] = {}
     while stack:
         node = stack.pop()
@@ -49,12 +51,7 @@ def shape_of_input(node: Any, position: int) -> tuple[int, ...]:
 
 
 def precisions(nodes: Iterable[Any], output: Tensor) -> frozenset[torch.dtype]:
-    """Return the real dtypes in which gradients pass a graph.
-
-    Args:
-        nodes: All nodes of the graph.
-        output: The output of the graph.
-    """
+    """Return the real dtypes in which gradients pass a graph with these nodes and this output."""
     edges = (edge for node in nodes for edge in node.next_functions)
     dtypes = {input_metadata(node, index).dtype for node, index in edges if node is not None}
     return frozenset(dtype.to_real() for dtype in dtypes | {output.dtype})
@@ -101,6 +98,37 @@ def has_hooks_on_saved(node: Any) -> bool:
     return False
 
 
+def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
+    """Return whether a node returns a gradient without a graph, though those with one arrived.
+
+    Zeros may be constant, or zero by accident, as behind a gate before its first step. Then the
+    node is called with random gradients.
+    """
+    arrived = [x for x in given if x is not None]
+    if not (arrived and all(x.requires_grad for x in arrived)):
+        return False
+    parts = _without_graph(returned)
+    if parts and not any(map(torch.any, parts)) and can_be_called(node):
+        generator = torch.Generator(parts[0].device).manual_seed(0)
+        with suppress(Exception):  # nodes are not written for being called like this
+            others = [x if x is None else _drawn_like(x, generator) for x in given]
+            found = node(*others)
+            parts = _without_graph(found if isinstance(found, tuple) else (found,))
+    return any(map(torch.any, parts))
+
+
+def _drawn_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random numbers, in a dense tensor that requires gradients."""
+    options = {"dtype": x.dtype, "device": x.device, "requires_grad": True}
+    return torch.randn(x.shape, generator=generator, **options)
+
+
+def _without_graph(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """Return the dense tensors of gradients that have no graph."""
+    constant = (x for x in gradients if x is not None and not x.requires_grad)
+    return [part for x in constant for part in strided_tensors(x) if part.numel()]
+
+
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors at which a graph with these nodes begins, such as parameters."""
     variables = (getattr(node, "variable", None) for node in nodes)
@@ -114,13 +142,9 @@ def footprint(
 ) -> int:
     """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
 
-    Leaves of graphs, which are parameters, do not count. Not seen are the inputs of checkpoints,
-    and what the user's own functions keep inside of objects.
-
-    Args:
-        tensors: The tensors.
-        others: Tensors that are in memory anyway.
-        nodes: The nodes of the graphs. Default: they are looked for.
+    Leaves of graphs, which are parameters, and ``others``, which are in memory anyway, do not
+    count. Not seen are the inputs of checkpoints, and what the user's own functions keep inside of
+    objects. The nodes of the graphs are looked for unless they are given.
     """
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls

@@ -51,15 +51,11 @@ _NAMES: dict[type, str] = {}
 
 
 def recorded(cls: Class, name: str | None = None) -> Class:
-    """Let objects of exactly this class be saved; also a decorator.
+    """Let objects of exactly this class be saved, by default under its name; also a decorator.
 
-    They are made anew by the class, from the fields of dataclasses and named tuples and the values
-    of enumerations, else from the arguments that their method ``_record`` returns.
-
-    Args:
-        cls: The class.
-        name: Its name in files. Default: its own. If it is the name of another class, objects are
-            read as objects of that class.
+    They are made anew from the fields of dataclasses and named tuples and the values of
+    enumerations, else from the arguments that their method ``_record`` returns. Under the name of
+    another class, they are read as objects of that class.
     """
     _NAMES[cls] = name or cls.__name__
     _CLASSES.setdefault(_NAMES[cls], cls)
@@ -78,11 +74,7 @@ class Saved(NamedTuple):
 
 
 def pack(value: Any, key: Key | None = None) -> dict[str, Any]:
-    """Return an object as tensors by name and ``"metadata"``, a string; see ``unpack``.
-
-    Raises:
-        NotImplementedError: If there is an object of a class that is not ``recorded``.
-    """
+    """Return an object as tensors by name and ``"metadata"``, a string; see ``unpack``."""
     writer = _Writer()
     header = {"format": _FORMAT, "key": key, "content": writer.write(value)}
     return {"metadata": json.dumps(header), **writer.tensors}
@@ -95,17 +87,9 @@ def unpack(
     source: str = "saved state",
     check_numbers: bool = True,
 ) -> Saved:
-    """Return the object that a state was made of by ``pack``, with its tensors on a device.
+    """Return the object of a class that ``pack`` has made a state of, with its tensors on a device.
 
-    Args:
-        state: The state.
-        cls: The class of the object.
-        device: The device.
-        source: Where the state is from, for messages.
-        check_numbers: Whether NaN and infinite values are refused, for which all are read.
-
-    Raises:
-        ValueError: If the state has another format, is damaged, or has no object of the class.
+    NaN and infinite values are refused if ``check_numbers``, for which all are read.
     """
     if "metadata" not in state:
         raise ValueError("This is not the state of an operator: it has no metadata.")
@@ -223,9 +207,6 @@ def write(state: Mapping[str, Any], path: str | Path) -> None:
     The older file of that path stays as it is for those who have mapped it to memory. A process
     that is killed leaves the older file, and perhaps a part of the new one. Processes and threads
     that write to one path at the same time each have a new file of their own.
-
-    Raises:
-        OSError: If there is no space, or the file cannot be written.
     """
     tensors, memory = dict[str, Tensor](), set[int]()
     for name, x in state.items():
@@ -259,17 +240,7 @@ def read(
     device: torch.device,
     remedy: str = "Write it anew.",
 ) -> Saved:
-    """Read an object from a file, whose tensors are mapped to memory on the CPU.
-
-    Args:
-        path: The file.
-        cls: The class of the object.
-        device: The device of its tensors.
-        remedy: What to do about a damaged file, for messages.
-
-    Raises:
-        ValueError: If the file has no such object, or is damaged.
-    """
+    """Read an object of a class from a file, whose tensors are mapped to memory on the CPU."""
     try:
         with safe_open(str(path), "pt") as file:
             header = file.metadata() or {}
@@ -300,16 +271,9 @@ def _crc32(metadata: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_part(directory: Path, value: Any, key: Key, prefix: str = "") -> None:
-    """Write an object to a new file of a directory, under a name that no other file has.
+    """Write an object to a new file of a directory, under a name that begins with ``prefix``.
 
-    Args:
-        directory: The directory, which may not exist yet.
-        value: The object.
-        key: What it belongs to.
-        prefix: The beginning of the name. Files are read in the order of their names.
-
-    Raises:
-        OSError: If there is no space, or the file cannot be written.
+    No other file has the name. Files are read in the order of their names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     write(pack(value, key), directory / f"{prefix}{secrets.token_hex(8)}{_SUFFIX}")
@@ -321,16 +285,9 @@ def read_parts(
     device: torch.device,
     key: Key | None = None,
 ) -> Iterator[Saved]:
-    """Yield the objects in the files of a directory. Files of other kinds are left out.
+    """Yield the objects in the files of a directory that may not exist; other files are left out.
 
-    Args:
-        directory: The directory, which may not exist.
-        cls: The class of the objects.
-        device: The device of their tensors.
-        key: What all of them belong to. Default: what the first one belongs to.
-
-    Raises:
-        ValueError: If there is something else at this path, a file is damaged or has another key.
+    All must have the key that is given, or that of the first one.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, expected a directory. Choose another path.")

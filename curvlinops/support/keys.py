@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops.support.digest import checksum
-from curvlinops.support.sketch import sketch
+from curvlinops.support.digest import checksum, sketch
 from curvlinops.support.torch_internals import strided_tensors
 
 #: Plain values, and entries of ``numbers``, as JSON has them.
@@ -48,11 +47,7 @@ def of_tensors(tensors: Mapping[str, Tensor], tolerance: float = _READ) -> Key:
 
 
 def check_key(source: str, key: Key, expected: Key, remedy: str = "") -> None:
-    """Refuse a file whose key differs from the one that is expected, in any entry of that.
-
-    Raises:
-        ValueError: If they differ, naming the first difference.
-    """
+    """Refuse a file whose key differs from the one that is expected; name the first difference."""
     for name, new in expected.items():
         old = key.get(name)
         if is_numbers(old) and is_numbers(new):

@@ -19,12 +19,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
-    """Return Euclidean norms along axes in float64, without copying all numbers to float64.
-
-    Args:
-        x: Numbers.
-        dim: The axes that are reduced. Default: all.
-    """
+    """Return norms along some axes, or all, in float64, without copying all numbers to float64."""
     axes = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     axes = [axis % x.ndim for axis in axes]
     norms = _in_parts(x, axes)
@@ -32,15 +27,7 @@ def double_norm(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
 
 
 def double_dots(x: Tensor, y: Tensor) -> Tensor:
-    """Return inner products along the last axis in float64, in parts to save memory.
-
-    Args:
-        x: Vectors, ``[..., D]``.
-        y: Vectors of the same shape.
-
-    Returns:
-        The inner products, ``[...]``.
-    """
+    """Return inner products along the last axis in float64, in parts to save memory."""
     width = max(entries_at_once(x, _COPIED) * x.shape[-1] // max(x.numel(), 1), 1)
     if x.shape[-1] <= width:
         return torch.linalg.vecdot(x.double(), y.double())

@@ -85,12 +85,7 @@ def map_leaves(
     """Apply a function to everything in nested containers that is no container itself.
 
     The containers of the result have the same types. A tensor that occurs twice is one tensor in
-    the result, too. Packed sequences are leaves.
-
-    Args:
-        tree: Nested containers, see ``_open``.
-        function: Applied to each leaf.
-        is_leaf: Says which containers are leaves.
+    the result, too. Packed sequences are leaves, and so is what ``is_leaf`` says.
     """
     return _map(tree, function, is_leaf, {})
 
@@ -114,11 +109,7 @@ def copy_containers(tree: Any) -> Any:
 
 
 def move(tree: Any, device: torch.device) -> Any:
-    """Move all that can be moved in nested containers to a device.
-
-    Raises:
-        ValueError: If a tensor has no values.
-    """
+    """Move all that can be moved in nested containers to a device; refuse the meta device."""
     if type(tree) is tuple and all(x is None or _is_on(x, device) for x in tree):
         return tree
 
@@ -156,15 +147,10 @@ def has_length(leaf: Any, length: int) -> bool:
 
 
 def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> Any:
-    """Return some samples of a batch.
+    """Return some of the ``num_samples`` samples of X, y, or both.
 
     Tensors and arrays whose first axis has the batch's length are cut, and lists of as many things
     that are no such tensors; everything else stays.
-
-    Args:
-        tree: X, y, or both.
-        samples: The samples to select.
-        num_samples: The number of samples in the batch.
     """
 
     def select(part: Any) -> Any:

@@ -18,10 +18,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether PyTorch or the user's code has refused a call.
-
-    Neither a lack of memory nor a mistake in this package is a refusal.
-    """
+    """Return whether PyTorch or the user's code has refused a call, and not for lack of memory."""
     if lacks_memory(error):
         return False
     if not isinstance(error, NameError | AttributeError | AssertionError):

@@ -16,12 +16,7 @@ DEFAULT_SEED = 2**31 - 1
 
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
-    """Return a generator for a device, seeded by non-negative integers.
-
-    Args:
-        device: The generator's device.
-        *seeds: Non-negative integers; their order matters.
-    """
+    """Return a generator for a device, seeded by non-negative integers, whose order matters."""
     # neighboring seeds make correlated generators: mix them
     mixed = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
     return torch.Generator(device).manual_seed(int(mixed[0]) >> 1)
@@ -30,21 +25,10 @@ def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
 def read_generator(
     device: torch.device, seed: int | None, generator: torch.Generator | None
 ) -> torch.Generator:
-    """Return the generator that the arguments ``seed`` and ``generator`` describe.
+    """Return the generator on a device that the arguments ``seed`` and ``generator`` describe.
 
-    Args:
-        device: The device of the random numbers.
-        seed: A non-negative integer. The same seed makes the same numbers.
-        generator: A generator to draw from, which is advanced. One of another device seeds a
-            generator of ``device``.
-
-    Returns:
-        A generator on ``device``. With neither argument it is seeded by PyTorch's global generator,
-        so that ``torch.manual_seed`` makes the numbers repeatable.
-
-    Raises:
-        ValueError: If both are given, or the seed is not such an integer.
-        TypeError: If the generator is none.
+    A generator of another device seeds it. With neither argument it is seeded by PyTorch's global
+    generator, so that ``torch.manual_seed`` makes the numbers repeatable.
     """
     check_source(seed, generator)
     if seed is not None:

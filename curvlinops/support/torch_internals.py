@@ -16,12 +16,7 @@ from torch.nn.utils import parametrize
 
 
 def internal(module: str, name: str) -> Any:
-    """Return a function or class from a private place, or one that raises where it is used.
-
-    Args:
-        module: The module's name, such as ``"torch.overrides"``.
-        name: The name in the module.
-    """
+    """Return a function or class from a private place, or one that raises where it is used."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -329,15 +324,9 @@ def can_be_called(node: Any) -> bool:
 
 
 def gradients_of_inputs(node: Any, gradient: Tensor, number: int = 0) -> list[Tensor | None]:
-    """Let a node compute the gradients of its inputs, by position in ``next_functions``.
+    """Let a node compute its inputs' gradients from that of one output, as in ``next_functions``.
 
-    Args:
-        node: A node.
-        gradient: The gradient of one of its outputs; those of the others are zero.
-        number: The number of this output.
-
-    Raises:
-        RuntimeError: If the node fails.
+    Gradients of other outputs are zero. If the node fails, this is a RuntimeError.
     """
     is_custom = isinstance(node, BackwardCFunction)
     gradients: list[Tensor | None] = [None] * len(node._input_metadata)

@@ -27,10 +27,7 @@ class _Held:
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Hold the package's lock, in PyTorch's default modes with gradients.
-
-    Nothing changes if the thread holds it already.
-    """
+    """Hold the package's lock, in default modes with gradients, if the thread has it not yet."""
     with _LOCK:
         if _Held.is_held:
             yield
@@ -45,12 +42,9 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def default_modes() -> Iterator[None]:
-    """Leave inference mode, whose tensors autograd refuses, and autocast.
+    """Leave inference mode, whose tensors autograd refuses, and autocast; refuse ``torch.func``.
 
     Whether gradients are recorded stays; in inference mode they are not.
-
-    Raises:
-        RuntimeError: In a transform of ``torch.func``, which would differentiate wrongly.
     """
     if in_transform():
         raise RuntimeError(

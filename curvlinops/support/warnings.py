@@ -18,14 +18,7 @@ _LIBRARIES = (
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that is attributed to the innermost line outside of the libraries.
-
-    Products are called from many places in the package and in SciPy.
-
-    Args:
-        message: The text: the cause, and the remedy.
-        category: The kind of warning.
-    """
+    """Issue a warning that is attributed to the innermost line outside of the libraries."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1

@@ -9,12 +9,10 @@ gather a parameter when a module reads it, and add its gradient to a sum as soon
 |---|---|
 | ``team.py`` | the three teams, and ``team_of`` |
 | ``shards.py`` | parameters, and rounds in which processes request what they need of others |
-| ``schedule.py`` | what a process requests on each batch, so that rounds can be omitted |
-| ``mixed_precision.py`` | the casts of models that are sharded in mixed precision |
+| ``fully_shard.py`` | what of ``fully_shard`` is refused, and the casts of its mixed precision |
 | ``scattering.py`` | derivatives with respect to gathered parameters |
 | ``layout.py`` | which part of a parameter, and of its vectors, a process has |
-| ``messages.py`` | objects, and errors that are raised in all |
-| ``collectives.py`` | collectives on tensors |
+| ``messages.py`` | tensors and objects, and errors that are raised in all |
 
 Calls may be nested as follows.
 

@@ -51,11 +51,9 @@ class ShardLayout(NamedTuple):
 
 
 class GatheredColumns(Mapping):
-    """Vectors of which each tensor is gathered when it is read, and not kept.
+    """Vectors ``[K, *part]`` of which each tensor is gathered when it is read, and not kept.
 
-    Args:
-        parts: What this process has of them, ``[K, *part]``; other objects stay as they are.
-        gather: Returns ``[K, *shape]``, given a name and a part.
+    ``gather`` returns ``[K, *shape]``, given a name and a part. Other objects stay as they are.
     """
 
     def __init__(self, parts: Mapping[str, Any], gather: Callable[[str, Tensor], Tensor]):

@@ -1,4 +1,4 @@
-"""Objects and errors of several processes that compute together."""
+"""What processes send each other: tensors, objects, and errors that are raised in all."""
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator
@@ -6,31 +6,22 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
-
-from curvlinops.team.collectives import all_gather
+from torch import Tensor, distributed
 
 #: The bytes of a message. Longer objects take further messages.
 _MESSAGE = 512
 
 
 class Failure(NamedTuple):
-    """What a process with an error sends instead of the next object.
-
-    Attributes:
-        message: Kind and text of the error.
-    """
+    """What a process with an error sends instead of the next object: kind and text of the error."""
 
     message: str
 
 
 def gather_objects(value: Any, group: Any) -> list[Any]:
-    """Return the objects of all processes of a group, in the order of ranks.
+    """Return the objects of all processes of a group, in the order of ranks; raise a ``Failure``.
 
     This takes one collective if all objects are short.
-
-    Raises:
-        RuntimeError: If another process sent a ``Failure``.
     """
     values = _exchanged(value, group)
     if not isinstance(value, Failure):
@@ -64,9 +55,6 @@ def sending_errors(send: Callable[[Failure], Any]) -> Iterator[None]:
     """Send an error to the other processes, which raise it where they gather objects next.
 
     An error is sent once, so that these contexts may be nested. Ctrl-C and SystemExit are errors.
-
-    Args:
-        send: Takes part in the others' ``gather_objects``.
     """
     try:
         yield
@@ -92,3 +80,44 @@ def _mark_sent(error: BaseException) -> None:
 def _is_sent(error: BaseException | None) -> bool:
     """Return whether all processes know of an error, or of the error that caused it."""
     return error is not None and (getattr(error, "is_sent", False) or _is_sent(error.__cause__))
+
+
+# --- tensors
+
+
+def all_gather(out: Tensor, tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    """Write the tensors of all processes to one, one after the other; see ``begin_gather``."""
+    gather = _collective("all_gather_single", "all_gather_into_tensor")
+    return gather(out, tensor, group=group, async_op=async_op)
+
+
+def reduce_scatter(out: Tensor, tensor: Tensor, group: Any) -> None:
+    """Add up the tensors of all processes, and write this process's part of the sum."""
+    _collective("reduce_scatter_single", "reduce_scatter_tensor")(out, tensor, group=group)
+
+
+def _collective(name: str, former_name: str) -> Callable:
+    # PyTorch 2.13 has renamed both
+    return getattr(distributed, name, None) or getattr(distributed, former_name)
+
+
+def empty_whole(part: Tensor, length: int, group: Any) -> Tensor:
+    """Return memory for the parts of all processes, ``length`` rows, see ``gather_parts``."""
+    return part.new_empty(-(-length // group.size()) * group.size(), *part.shape[1:])
+
+
+def gather_parts(out: Tensor, part: Tensor, group: Any) -> Tensor:
+    """Write the parts of all processes, one after the other; return where.
+
+    ``out`` has equally many rows for each process; a part with fewer is padded with zeros.
+    """
+    begin_gather(out, part, group).wait()
+    return out
+
+
+def begin_gather(out: Tensor, part: Tensor, group: Any) -> Any:
+    """Begin what ``gather_parts`` does; return an object with a method that waits for the end."""
+    padding = len(out) // group.size() - len(part)
+    if padding:
+        part = torch.cat([part, part.new_zeros(padding, *part.shape[1:])])
+    return all_gather(out, part.contiguous(), group, async_op=True)

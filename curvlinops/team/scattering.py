@@ -12,20 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
 
 class ShardedParameter(NamedTuple):
-    """What a parameter of full shape was gathered from.
+    """What a parameter of full shape was gathered from: a leaf, a ``stand_in`` of that shape.
 
-    Attributes:
-        leaf: What stands for the parameter in the graph: a ``stand_in`` of full shape.
-        shards: The sharded parameters.
-        name: The parameter's name.
-        number: Its number among those of the module.
-        is_summed: Whether its gradients are added to sums of all processes, see
-            ``Shards.product``. Otherwise they are those of this process, of full shape.
+    ``number`` counts the parameters of the module. If ``is_summed``, gradients are added to sums of
+    all processes, see ``Shards.product``; else they are those of this process, of full shape.
     """
 
     leaf: Tensor
@@ -218,3 +212,14 @@ PRODUCTS: dict[Callable, Callable] = {
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,
 }
+
+
+def stand_in(like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """Return zeros that have no memory, by default of the shape of a tensor."""
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)
+    return zero.expand(like.shape if shape is None else shape)
+
+
+def is_stand_in(x: Tensor) -> bool:
+    """Return whether a tensor has many entries and the memory of one."""
+    return x.numel() > 1 and not any(x.stride())

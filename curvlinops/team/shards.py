@@ -23,12 +23,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from curvlinops.support.columns import Columns
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import (
     distributed_tensors,
-    forward_hooks,
     fsdp_dtypes,
-    is_tensor_parallel_hook,
     modules_of,
     reshard,
     tensor_tables,
@@ -36,24 +33,18 @@ from curvlinops.support.torch_internals import (
     with_attributes,
     without_torch_function,
 )
-from curvlinops.team.collectives import (
+from curvlinops.team.fully_shard import casting_hooks, check_modules, groups_of
+from curvlinops.team.layout import GatheredColumns
+from curvlinops.team.messages import (
     all_gather,
     begin_gather,
     empty_whole,
     gather_parts,
     reduce_scatter,
 )
-from curvlinops.team.layout import GatheredColumns
-from curvlinops.team.mixed_precision import casting_hooks, check_policy
-from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter
-from curvlinops.team.schedule import Schedule
+from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter, stand_in
 
 T = TypeVar("T")
-
-_WHOLE = (
-    "Give each process a model with all parameters, with values as by "
-    "torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True."
-)
 
 
 class Kind(IntEnum):
@@ -66,14 +57,10 @@ class Kind(IntEnum):
 
 
 class Request(NamedTuple):
-    """What a process requests of all.
+    """What a process requests of all: of vectors and sums, columns from ``first`` to ``stop``.
 
-    Attributes:
-        kind: What it is.
-        number: The number of the parameter: for ``Kind.PARAMETER`` among those of the module, else
-            among those that are differentiated.
-        first: The first column of vectors or sums.
-        stop: The column behind the last one.
+    ``number`` is that of a parameter among those of the module for ``PARAMETER``, else among those
+    that are differentiated.
     """
 
     kind: int
@@ -83,6 +70,36 @@ class Request(NamedTuple):
 
 
 _NOTHING = Request(Kind.NOTHING)
+
+
+_UNKNOWN: tuple[tuple, tuple] = (), ()
+
+
+class Schedule:
+    """The requests of a process on earlier batches, in their order."""
+
+    def __init__(self) -> None:
+        #: By task and first request, a pair: the requests that followed, if the latest two batches
+        #: agree, else none; and those of the latest batch.
+        self._known: dict[tuple, tuple[tuple, tuple]] = {}
+        self._task: Hashable = None
+        self._requests: list[Any] = []
+
+    def begin(self, task: Hashable) -> None:
+        """Note that the next requests are for a batch in a task; ``None`` for anything else."""
+        if self._task is not None and self._requests:
+            key, latest = (self._task, self._requests[0]), tuple(self._requests[1:])
+            _, before = self._known.get(key, _UNKNOWN)
+            self._known[key] = latest if latest == before else (), latest
+        self._task, self._requests = task, []
+
+    def next(self, request: Any) -> tuple:
+        """Note a request; return those that will follow, if it is the first one of a batch."""
+        self._requests.append(request)
+        if len(self._requests) > 1:
+            return ()
+        repeated, _ = self._known.get((self._task, request), _UNKNOWN)
+        return repeated
 
 
 #: The group of all processes of a mesh, by the group of its replicas. A new one takes connections.
@@ -131,16 +148,9 @@ class Shards:
     def __init__(self, module: nn.Module | None = None, sharded: Mapping[str, Any] | None = None):
         if module is None or not sharded:
             return
-        _check_modules(module)
-        groups = {name: _groups_of(name, parameter) for name, parameter in sharded.items()}
-        self.group, self.replicas = next(iter(groups.values()))
+        check_modules(module)
+        self.group, self.replicas = groups_of(sharded)
         self._ranks = distributed.get_process_group_ranks(self.group)
-        for name, (group, _) in groups.items():
-            if distributed.get_process_group_ranks(group) != self._ranks:
-                raise TypeError(
-                    f"'{name}' is sharded over other processes than '{next(iter(groups))}'. Call "
-                    f"fully_shard with one mesh. {_WHOLE}"
-                )
         self.size = self.group.size()
         some = next(iter(sharded.values()))
         self._mesh, self._device = some.device_mesh, some.to_local().device
@@ -179,12 +189,7 @@ class Shards:
         return _MEMBERS[self.replicas]
 
     def check_processes(self, group: Any) -> None:
-        """Refuse a group of processes that lacks some with shards, or has some of other models.
-
-        Raises:
-            ValueError: If there are several processes, and ``group`` does not have all; or if
-                parameters that are differentiated have no shards or replicas on some of its.
-        """
+        """Refuse a group that lacks processes with shards or copies, or has some of others."""
         ranks = [] if group is None else distributed.get_process_group_ranks(group)
         if self.size > 1 and not set(self._ranks) <= set(ranks):
             raise ValueError(
@@ -201,11 +206,7 @@ class Shards:
             )
 
     def check_training(self) -> None:
-        """Refuse modules that communicate in train mode.
-
-        Raises:
-            ValueError: If there is SyncBatchNorm in train mode.
-        """
+        """Refuse SyncBatchNorm in train mode, in which processes communicate."""
         for name, child in self._module.named_modules() if self else ():
             if isinstance(child, nn.SyncBatchNorm) and child.training:
                 raise ValueError(
@@ -255,9 +256,7 @@ class Shards:
     def each(self, items: Iterable[T], task: Hashable) -> Iterator[T]:
         """Yield batches, or what was kept of them, and note where the requests of one begin.
 
-        Args:
-            items: The batches.
-            task: What is done with them: requests are expected to be those of the same task.
+        Requests are expected to be those of earlier batches of the same task.
         """
 
         def begun(item: T) -> T:
@@ -271,10 +270,7 @@ class Shards:
     def _round(self, own: Request, expected: tuple[Request, ...] = ()) -> list[Request]:
         """Say what this process requests; return what all request, each request once.
 
-        Args:
-            own: The request.
-            expected: The requests that will follow, if they are known. If all processes request and
-                expect the same, these are agreed.
+        If all processes request and expect the same, what follows is agreed.
         """
         if self.size == 1:
             return [own]
@@ -293,12 +289,7 @@ class Shards:
         return sorted({Request(*x[:-1]) for x in every})
 
     def _ask(self, own: Request, tensor: Tensor | None = None) -> Any:
-        """Return what this process requests, see ``_serve``.
-
-        Args:
-            own: The request.
-            tensor: What this process adds to a sum, ``[*shape, k]``.
-        """
+        """Return what this process requests, see ``_serve``; add ``[*shape, k]`` to a sum."""
         # before the round: without memory, this process still serves others
         memory = self._memory(own)
         if tensor is not None:
@@ -347,13 +338,7 @@ class Shards:
         return empty_whole(columns, len(parameter), self.group)
 
     def _serve(self, request: Request, memory: Tensor | None = None) -> Tensor | None:
-        """Take part in the collective of a request.
-
-        Args:
-            request: The request.
-            memory: Memory for what is gathered, or what this process adds to the sum. Default: any
-                memory, or zeros.
-        """
+        """Take part in the collective of a request, in memory for the result or with a summand."""
         kind, number, first, stop = request
         if kind == Kind.NOTHING:
             return None
@@ -370,8 +355,8 @@ class Shards:
         shape = stop - first, *local.shape
         if kind == Kind.VECTORS:
             vectors = self._vectors.get(name)
-            rows = self._zeros(shape) if vectors is None else vectors[first:stop]
-            return gather_parts(memory, rows.movedim(0, -1), self.group)
+            columns = self._zeros(shape) if vectors is None else vectors[first:stop]
+            return gather_parts(memory, columns.movedim(0, -1), self.group)
         if not is_mine:
             memory.zero_()
         part = memory.new_empty(len(memory) // self.size, *memory.shape[1:])
@@ -408,10 +393,6 @@ class Shards:
         dtypes = fsdp_dtypes(self._module)
         self._dtypes = [dtypes.get(id(x), x.dtype) for x in self._tensors]
 
-    def parts(self) -> list[Tensor]:
-        """Return the parts of all sharded parameters that this process has."""
-        return [self._tensors[number].to_local() for number in self._numbers.values()]
-
     def is_sharded(self, tensor: Tensor | None) -> bool:
         """Return whether a tensor is one of the sharded parameters."""
         return id(tensor) in self._numbers
@@ -444,13 +425,9 @@ class Shards:
 
     @contextmanager
     def product(self, vectors: Columns, sums: Columns) -> Iterator[None]:
-        """Let all processes gather vectors, and add gradients to sums.
+        """Let all processes gather vectors, and add gradients to sums, ``[K, *part]`` each.
 
         All must be done inside of the context, see ``settle``.
-
-        Args:
-            vectors: The parts of the vectors that are multiplied, ``[K, *part]``.
-            sums: The parts of the sums, ``[K, *part]``, to which is added in place.
         """
         self._vectors, self._sums, self._columns = vectors, sums, slice(0, 1)
         self.is_sharing = True
@@ -505,15 +482,7 @@ class Shards:
     def table(
         self, contents: Mapping[str, Tensor | None], leaves: Mapping[str, Tensor]
     ) -> "GatheringTable | None":
-        """Return a module's table of parameters, which gathers a sharded one when it is read.
-
-        Args:
-            contents: The parameters by name.
-            leaves: See ``read``.
-
-        Returns:
-            The table; ``None`` if none of them is sharded.
-        """
+        """Return a module's table of parameters that gathers sharded ones, if there are any."""
         is_any = self._numbers and any(map(self.is_sharded, contents.values()))
         return GatheringTable(contents, self, leaves) if is_any else None
 
@@ -524,9 +493,7 @@ class Shards:
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
 
-        Args:
-            tensor: The parameter, or another tensor.
-            leaves: What stands for some sharded parameters in graphs, by name.
+        In graphs, ``leaves`` stand for some sharded parameters, by name.
         """
         number = self._numbers.get(id(tensor))
         if number is None:
@@ -619,13 +586,7 @@ class SavedParameter(NamedTuple):
 
 
 class GatheringTable(dict):
-    """A module's table of parameters, which gathers a sharded parameter when it is read.
-
-    Args:
-        contents: The parameters by name.
-        shards: The sharded ones.
-        leaves: See ``Shards.read``.
-    """
+    """A module's table of parameters, which gathers a sharded one when it is read."""
 
     def __init__(
         self, contents: Mapping[str, Tensor | None], shards: Shards, leaves: Mapping[str, Tensor]
@@ -657,48 +618,3 @@ def _plain_calls() -> Iterator[None]:
     """Let calls of the package itself be seen by no mode, and recorded in no graph."""
     with torch.inference_mode(False), torch.no_grad(), without_torch_function():
         yield
-
-
-# --- what is refused
-
-
-def _groups_of(name: str, parameter: Any) -> tuple[Any, Any]:
-    """Return the processes that have the shards of a parameter, and those with the same shard."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    placements, mesh = parameter.placements, parameter.device_mesh
-    sharded = [axis for axis, x in enumerate(placements) if type(x) is not Replicate]
-    others = [axis for axis in range(mesh.ndim) if axis not in sharded]
-    if len(sharded) != 1 or placements[sharded[0]] != Shard(0) or len(others) > 1:
-        raise TypeError(
-            f"'{name}' has the placements {list(placements)}. Supported are parameters that "
-            f"fully_shard shards along their first axis over one axis of the mesh. {_WHOLE}"
-        )
-    if parameter.to_local().device.type != mesh.device_type:
-        raise TypeError(
-            f"'{name}' is offloaded to {parameter.to_local().device}, which is not supported: omit "
-            "offload_policy in fully_shard."
-        )
-    return mesh.get_group(sharded[0]), mesh.get_group(others[0]) if others else None
-
-
-def _check_modules(module: nn.Module) -> None:
-    """Refuse modules that need sharded parameters in another way than by reading them."""
-    for name, child in module.named_modules():
-        where = f"The model's module '{name}'" if name else "The model"
-        hooks = chain.from_iterable(table.values() for table in forward_hooks(child))
-        if any(map(is_tensor_parallel_hook, hooks)):
-            raise TypeError(
-                f"{where} is parallelized by torch.distributed.tensor.parallel, which is "
-                f"not supported. {_WHOLE}"
-            )
-        sharded = distributed_tensors()
-        if isinstance(child, nn.RNNBase) and any(
-            isinstance(x, sharded) for x in child.parameters(recurse=False)
-        ):
-            raise TypeError(
-                f"{where} ({type(child).__name__}) has sharded parameters and keeps them "
-                "in a list of its own. Leave it out: fully_shard(..., "
-                "ignored_params=set(module.parameters()))."
-            )
-        check_policy(where, child)

@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, distributed
 
 from curvlinops.support.columns import Columns, flat
-from curvlinops.support.sketch import sketch
-from curvlinops.team.collectives import empty_whole, gather_parts
-from curvlinops.team.messages import gather_objects, listed, sending_errors
+from curvlinops.support.digest import sketch
+from curvlinops.team.messages import (
+    empty_whole,
+    gather_objects,
+    gather_parts,
+    listed,
+    sending_errors,
+)
 from curvlinops.team.shards import WHOLE, Shards
 
 #: Returns what all processes must have in common, by the name that a message gives it. ``None`` is
@@ -96,9 +101,6 @@ class Team:
         """Return a context that raises an error in all processes if there is one in any.
 
         Sharded parameters can be gathered inside.
-
-        Raises:
-            RuntimeError: If there is an error in another process.
         """
         return nullcontext()
 
@@ -113,16 +115,8 @@ class Team:
     ) -> AbstractContextManager[Totals]:
         """Return a context in which each process passes over its own data, and adds to totals.
 
-        Afterwards the totals are those of all, and all have done the same.
-
-        Args:
-            describe: Returns what must be the same.
-            columns: The vectors that are multiplied, which must be the same up to rounding.
-            space: Their space.
-
-        Raises:
-            ValueError: If processes do different things, or multiply different vectors.
-            RuntimeError: If there is an error in another process.
+        Afterwards the totals are those of all. Processes that describe different things, or
+        multiply different columns of a space, are refused; an error in one is raised in all.
         """
         return nullcontext(defaultdict(float))
 
@@ -133,24 +127,17 @@ class Team:
         """
         return nullcontext()
 
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> AbstractContextManager:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> AbstractContextManager:
         """Return a context for a pass over data, after which the sums of all are added up.
 
-        Args:
-            vectors: The vectors that are multiplied.
-            rows: This process's sums, or its parts of them, ``[K, dim]``, which are overwritten.
-            space: Their space.
+        This process's sums, or its parts of them, ``[K, dim]`` in a space, are overwritten.
         """
         return nullcontext()
 
     # --- collectives
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all processes, in the order of ranks.
-
-        Raises:
-            RuntimeError: If there was an error in another process, see ``raise_on_all_ranks``.
-        """
+        """Return the objects of all processes, in the order of ranks; raise their errors."""
         return [value]
 
     def largest(self, number: int) -> int:
@@ -164,9 +151,7 @@ class Team:
     def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
         """Add all processes' tensors, in place if they are contiguous; return the sum.
 
-        Args:
-            tensor: This process's tensor.
-            to: The rank that gets the sum; others get meaningless numbers. Default: all get it.
+        With ``to``, that rank alone gets the sum; others get meaningless numbers.
         """
         return tensor
 
@@ -175,12 +160,7 @@ class Team:
         return tensor
 
     def joined(self, part: Tensor, length: int) -> Tensor:
-        """Return the rows of all processes, one after the other.
-
-        Args:
-            part: This process's rows.
-            length: The number of rows that all have together, in equal parts but for the last.
-        """
+        """Return the rows of all processes, ``length`` in equal parts but for the last one."""
         return part
 
     def add_all(
@@ -189,12 +169,9 @@ class Team:
         device: torch.device,
         holders: Callable[[Any], Sequence[int]] | None = None,
     ) -> dict[Any, Tensor]:
-        """Return the sums over processes of tensors by name; a missing tensor counts as zero.
+        """Return the sums over processes of tensors by name, which are overwritten.
 
-        Args:
-            tensors: The tensors of this process, which are overwritten.
-            device: The device of missing ones.
-            holders: Returns the ranks that get a sum. Default: all do.
+        A missing tensor counts as zero. By default all ranks get a sum, else its ``holders``.
         """
         return dict(tensors)
 
@@ -207,11 +184,7 @@ class Team:
         return tensor
 
     def check_same(self, columns: Tensor) -> None:
-        """Refuse vectors that are not the same in all processes, up to rounding.
-
-        Raises:
-            ValueError: If they are not.
-        """
+        """Refuse vectors that are not the same in all processes, up to rounding."""
 
 
 #: A process alone.
@@ -266,10 +239,10 @@ class Ranks(Team):
             )
 
     @contextmanager
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
         """Add up sums after a task that has raised the errors of all."""
         yield
-        self.add(rows)
+        self.add(sums)
 
     def check_same(self, columns: Tensor) -> None:
         """Compare vectors."""
@@ -281,10 +254,7 @@ class Ranks(Team):
     ) -> list[Any]:
         """Return a value of each process, if all have done the same with the same vectors.
 
-        Args:
-            description: See ``Describe``.
-            sketches: Numbers of the vectors, by which part of them it is.
-            value: The value.
+        Sketches of the vectors are compared by which part of them it is.
         """
         texts = {key: None if x is None else repr(x) for key, x in description.items()}
         compared = blake2b(repr(texts).encode(), digest_size=16).digest()
@@ -422,27 +392,19 @@ class ShardedRanks(Ranks):
             yield
 
     @contextmanager
-    def summing(self, vectors: Columns, rows: Tensor, space: Any) -> Iterator[None]:
+    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
         """Share vectors and sums, then add up copies, and sums for whole parameters."""
-        with self.sharing(vectors, space.views(rows)):
+        with self.sharing(vectors, space.views(sums)):
             yield
         replicas = team_of(self.shards.replicas)
         for name in space.names:
-            part = rows[:, space.slice(name)]
+            part = sums[:, space.slice(name)]
             team = replicas if name in self.shards.params else self
             part.copy_(team.add(part.contiguous()))
 
 
 def team_of(group: Any, shards: Shards = WHOLE) -> Team:
-    """Return the processes of a group.
-
-    Args:
-        group: A ``torch.distributed.ProcessGroup``; ``None`` for a process alone.
-        shards: The parameters of the model that are sharded, see ``shards_of``.
-
-    Raises:
-        TypeError: If ``group`` is not a process group, or this process does not belong to it.
-    """
+    """Return the processes of a group, or one alone, of a model with these sharded parameters."""
     is_group = distributed.is_available() and isinstance(group, distributed.ProcessGroup)
     if group is not None and not is_group:
         raise TypeError(

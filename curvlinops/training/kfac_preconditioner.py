@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvlinops.autodiff.model import eval_mode
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
-from curvlinops.training.eval_mode import eval_mode
 
 
 class KFACPreconditioner:

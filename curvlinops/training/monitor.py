@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from curvlinops.algorithms.eigsh import eigsh
 from curvlinops.algorithms.xtrace import xtrace
+from curvlinops.autodiff.model import eval_mode
 from curvlinops.landscape.by_layer import by_layer
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count
-from curvlinops.training.eval_mode import eval_mode
 
 
 class ScalarWriter(Protocol):

@@ -56,7 +56,7 @@ CALLS = SOLVERS | ESTIMATORS
 each_call = pytest.mark.parametrize("name", CALLS)
 
 
-def run(name: str, matrix: object, callback: C.algorithms.callbacks.Callback = None) -> Tensor:
+def run(name: str, matrix: object, callback: C.algorithms.iteration.Callback = None) -> Tensor:
     """Return the result of a call, which need not reach its tolerance."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", C.ConvergenceWarning)

@@ -352,7 +352,7 @@ WRONG = {
     ),
     "rtol": (
         lambda: quadratic_form(SEMIDEFINITE, ONES, 1.0, rtol=-1),
-        "rtol must be a number >= 0",
+        "rtol must be a finite number >= 0",
     ),
     "columns": (
         lambda: bilinear_form(G, flat(vectors(3), 3), flat(vectors(2), 2), 1.0),

@@ -56,9 +56,8 @@ from curvlinops.integrations.transformers import problem
 from curvlinops.layers import rules
 from curvlinops.support.torch_internals import shape_of_output
 from curvlinops.team import shards
-from curvlinops.team.collectives import begin_gather
-from curvlinops.team.schedule import Schedule
-from curvlinops.team.shards import Kind, Request, Shards
+from curvlinops.team.messages import begin_gather
+from curvlinops.team.shards import Kind, Request, Schedule, Shards
 
 CHECKS, check = registry()
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -1564,28 +1563,6 @@ def what_linearized_keeps_has_a_size() -> None:
             A @ v
             gc.collect()
             assert sum(x() is not None for x in alive) == min(num, len(alive))
-
-
-@check(1, 2)
-def fused_steps_inside_of_linearized() -> None:
-    """PyTorch does not tell of them; the end of the context does, in all processes."""
-    p = small(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)), (4, 2, 3))
-    own = sharded(p)
-    for case, options in (("ggn", {"process_group": group()}), ("gradients", {})):
-        A = ALL[case].build(own, **options)
-        v = spread(own, torch.ones(A.shape[1]).double())
-        raised = False
-        try:
-            with A.linearized():
-                A @ v
-                for parameter in own.params.values():
-                    parameter.grad = torch.ones_like(parameter)
-                torch.optim.Adam(list(own.params.values()), lr=0.1, fused=True).step()
-                A @ v
-        except RuntimeError as error:
-            raised = "was overwritten inside of linearized" in str(error)
-            assert raised, error
-        assert raised, case
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class World:
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-        self.activation, self.dropout = torch.tanh, 0.0
+        self.activation, self.dropout, self.is_flat = torch.tanh, 0.0, True
         self.layers = {"embed": nn.Embedding(9, 4), "head": nn.Linear(4, 3)}
         self.model = Using(self.forward, **self.layers).double()
         self.model.register_buffer("shift", torch.zeros(4).double())
@@ -61,14 +61,20 @@ class World:
 
     def forward(self, m: Any, X: Any) -> Tensor:
         h = self.activation(m.embed(self.unwrap(X)) + m.shift)
-        return m.head(nn.functional.dropout(h, self.dropout)).flatten(0, 1)
+        return self.arranged(m.head(nn.functional.dropout(h, self.dropout)))
+
+    def arranged(self, output: Tensor) -> Tensor:
+        """Return one row for each place, or for each sample."""
+        return output.flatten(0, 1) if self.is_flat else output.mT
 
     def build(self, cls: type) -> Any:
         reduction = None if isinstance(self.loss, nn.CrossEntropyLoss) else "mean"
-        options = {"check_deterministic": False, "reduction": reduction} | self.options
+        options = {"check_deterministic": False, "reduction": reduction, "batch_size_fn": len}
+        options |= self.options
         options |= self.rows if cls is Rows else self.kfac
         params = list(self.model.parameters())[self.params]
-        data = [(self.wrap(x), y.flatten()) for x, y in zip(self.x, self.y, strict=True)]
+        targets = [y.flatten() if self.is_flat else y for y in self.y]
+        data = list(zip(map(self.wrap, self.x), targets, strict=True))
         return self.classes.get(cls, cls)(self.model, self.loss, params, data, **options)
 
 
@@ -445,7 +451,8 @@ def ids(changed: int) -> Callable[[World], None]:
     )
 
 
-COUNTED = set_to(options={"batch_size_fn": lambda X: len(getattr(X, "x", X))})
+#: Objects show no places, of which a flattened output could have a row each.
+COUNTED = set_to(is_flat=False, options={"batch_size_fn": lambda X: len(getattr(X, "x", X))})
 
 
 def scaled(w: World, scale: float) -> None:

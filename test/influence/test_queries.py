@@ -283,7 +283,7 @@ REFUSED = {
     "damping": (
         lambda p, r, P: preconditioned(r, ekfac_of(p), -0.1),
         ValueError,
-        "relative_damping must be a number >= 0",
+        "relative_damping must be a finite number >= 0",
     ),
     "rank": (lambda p, r, P: preconditioned(r, ekfac_of(p), rank=0), ValueError, "rank"),
     "k": (lambda p, r, P: top_scores(r, P, 6), ValueError, "k is 6, but there are 5 rows"),

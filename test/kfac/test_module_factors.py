@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import reference
@@ -11,7 +12,7 @@ from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
-from curvlinops import FisherType, KFACLinearOperator
+from curvlinops import EKFACLinearOperator, FisherType, KFACLinearOperator
 from curvlinops.operators.kfac.captured import CapturedLayer
 
 
@@ -68,17 +69,46 @@ def test_models_that_are_a_single_layer():
     assert K.mapping == K._mapping == {"": {"weight": 0, "bias": 1}}
 
 
-COVARIANCES = ["input_covariances", "gradient_covariances"]
-COVARIANCES += [f"_{name}" for name in COVARIANCES]
+def test_writes_to_factors_count(tmp_path: Path):
+    K, names = _operator(*PLAIN["linear"]), ("layer", "head")
+    units = torch.eye(K.shape[0]).double()
+    inverse = K.inverse(0.1) @ units.sum(0)
+    K.eigvalsh()
+    for name in names:
+        K.input_covariances[name].diagonal().add_(0.5)
+        K.gradient_covariances[name].mul_(2)
+    A, B = K.input_covariances, K.gradient_covariances
+    blocks = [x for name in names for x in (torch.kron(B[name], A[name]), B[name])]
+    expected = torch.block_diag(*blocks)
+    torch.testing.assert_close(K @ units, expected)
+    torch.testing.assert_close(K.trace(), expected.trace())
+    assert not torch.allclose(K.inverse(0.1) @ units.sum(0), inverse)
+    K._input_covariances["layer"].zero_()
+    expected[:32, :32] = 0.0
+    torch.testing.assert_close(K @ units, expected)
+    K.save(tmp_path / "factors")
+    other = _operator(*PLAIN["linear"])
+    other.load(tmp_path / "factors")
+    torch.testing.assert_close(other @ units, expected)
 
 
-def test_factors_are_copies():
-    K = _operator(*PLAIN["linear"])
-    dense = K.to_dense()
-    for name in COVARIANCES:
-        getattr(K, name)["layer"].add_(1)
-    assert torch.equal(K.to_dense(), dense)
-    assert not torch.equal(K.input_covariances["layer"], K.input_covariances["layer"].add(1))
+@pytest.mark.parametrize(
+    "cls, fisher, factor, message",
+    [
+        (EKFACLinearOperator, "type-2", "input_covariances", "eigenvalues are those of the data"),
+        (KFACLinearOperator, "forward-only", "gradient_covariances", "some are the identity"),
+    ],
+)
+def test_writes_that_cannot_count_are_refused(cls: type, fisher: str, factor: str, message: str):
+    K = _operator(*PLAIN["linear"], cls=cls, fisher_type=fisher)
+    v = torch.ones(K.shape[0]).double()
+    before = K @ v
+    getattr(K, factor)["layer"].add_(1)
+    for use in (lambda: K @ v, K.state_dict, lambda: K.inverse(0.1)):
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    K.compute_kronecker_factors()
+    assert torch.equal(K @ v, before)
 
 
 def test_mappings_are_copies():

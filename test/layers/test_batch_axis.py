@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.extensive
 SEEDS = 3
 SUM = nn.MSELoss(reduction="sum")
 TERMS = {"terms": "sample"}
+#: Says what a sample is where outputs are flattened.
+FLAT = {"batch_size_fn": len}
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +293,7 @@ def test_other_operations_where_tokens_of_a_sample_interact():
     x[:2, 0, 0], x[2:, 0, 0] = -1.0, 1.0
     data = [(x[:2], y[:10]), (x[2:], y[10:])]
     params, loss = list(model.parameters()), nn.CrossEntropyLoss()
-    K = KFACLinearOperator(model, loss, params, data, check_deterministic=False)
+    K = KFACLinearOperator(model, loss, params, data, **FLAT, check_deterministic=False)
     assert error(K.input_covariances["token"], covariance(x.flatten(0, 1))) <= 1e-12
 
 
@@ -327,35 +330,37 @@ def test_factors_of_flattened_tokens(
 ):
     options = {"fisher_type": fisher_type, "kfac_approx": approx}
     expected = kind(*tokens(interact, False, sizes=sizes), **options).to_dense()
-    for more in ({}, {"batch_size_fn": len}):
-        found = kind(*tokens(interact, True, sizes=sizes), **options, **more).to_dense()
-        assert error(found, expected) <= 1e-9
+    found = kind(*tokens(interact, True, sizes=sizes), **options, **FLAT).to_dense()
+    assert error(found, expected) <= 1e-9
 
 
 @pytest.mark.parametrize("mean", ["mean", "sum"])
 @pytest.mark.parametrize("interact", [False, True])
 def test_samples_of_flattened_tokens(interact: bool, mean: str):
     flat, plain = tokens(interact, True, mean), tokens(interact, False, mean)
-    rows, expected = (PerSampleGradientLinearOperator(*arguments) for arguments in (flat, plain))
+    rows, expected = (PerSampleGradientLinearOperator(*a, **FLAT) for a in (flat, plain))
     assert rows.shape[0] == 8
     assert error(rows.dense(), expected.dense()) <= 1e-10
     assert error(rows.norms(), expected.norms()) <= 1e-10
     assert error(rows.T @ torch.ones(8).double(), expected.dense().sum(0)) <= 1e-10
-    by_term = [PerSampleGradientLinearOperator(*a, terms="term") for a in (flat, plain)]
+    by_term = [PerSampleGradientLinearOperator(*a, **FLAT, terms="term") for a in (flat, plain)]
     assert by_term[0].shape[0] == 56
     assert error(by_term[0].dense(), by_term[1].dense()) <= 1e-10
-    fisher = [EFLinearOperator(*a, terms="sample").to_dense() for a in (flat, plain)]
+    options = {"terms": "sample", **FLAT}
+    fisher = [EFLinearOperator(*a, **options).to_dense() for a in (flat, plain)]
     assert error(*fisher) <= 1e-10
     unchecked = tokens(interact, True, mean)  # of a new model, whose parts no check has evaluated
-    found = EFLinearOperator(*unchecked, terms="sample", check_deterministic=False).to_dense()
+    found = EFLinearOperator(*unchecked, **options, check_deterministic=False).to_dense()
     assert error(found, fisher[0]) <= 1e-10
-    with EFLinearOperator(*flat, terms="sample").linearized():
-        assert error(EFLinearOperator(*flat, terms="sample").to_dense(), fisher[0]) <= 1e-10
-    diagonals = [GGNDiagonalLinearOperator(*a).diagonal() for a in (flat, plain)]
+    E = EFLinearOperator(*flat, **options)
+    with E.linearized():
+        assert error(E.to_dense(), fisher[0]) <= 1e-10
+    diagonals = [GGNDiagonalLinearOperator(*a, **FLAT).diagonal() for a in (flat, plain)]
     assert error(*diagonals) <= 1e-10
     model, _, params, data = flat
-    J = JacobianLinearOperator(model, params, data)
-    assert error(J.gram(), matrix(J) @ matrix(J).T) <= 1e-10
+    for some in ({}, FLAT):  # the Jacobian has no samples
+        J = JacobianLinearOperator(model, params, data, **some)
+        assert error(J.gram(), matrix(J) @ matrix(J).T) <= 1e-10
 
 
 def test_flattened_tokens_without_rules():
@@ -367,7 +372,7 @@ def test_flattened_tokens_without_rules():
         scale=torch.randn(3, 3).double(),
     )
     params = [model.scale, inner.head.bias]
-    A = PerSampleGradientLinearOperator(model, loss, params, data)
+    A = PerSampleGradientLinearOperator(model, loss, params, data, **FLAT)
     by_sample = [(X, y.view(len(X), -1)) for X, y in data]
     rows = loop(model, params, by_sample, lambda z, y: cross_entropy(z, y[0], reduction="sum"))
     assert error(A.dense(), rows) <= 1e-10
@@ -382,8 +387,8 @@ def test_tokens_of_unequal_number_are_refused():
         return inner(x)[: len(x) * 7 - (len(x) == 3)]
 
     data = [(X, y), (X[:3], y[:20])]
-    with pytest.raises(ValueError, match="20 rows for 3 samples"):
-        KFACLinearOperator(ragged, loss, params, data, kfac_approx="reduce").trace()
+    with pytest.raises(ValueError, match="20 rows for the 3 samples"):
+        KFACLinearOperator(ragged, loss, params, data, **FLAT, kfac_approx="reduce").trace()
 
 
 def test_losses_with_graphs_weigh_flattened_tokens_alike():
@@ -399,7 +404,7 @@ def test_losses_with_graphs_weigh_flattened_tokens_alike():
     def penalized(output: Tensor, y: Tensor) -> Tensor:
         return plain(output, y) + 0.0 * sum(p.square().sum() for p in params)
 
-    options = {"terms": "sample", "reduction": "mean"}
+    options = {"terms": "sample", "reduction": "mean", **FLAT}
     fisher = [EFLinearOperator(model, loss, params, data, **options) for loss in (plain, penalized)]
     assert error(*(F.to_dense() for F in fisher)) <= 1e-10
     for terms in ("sample", "term"):
@@ -448,59 +453,25 @@ def recurrent(function: Callable[[Using, Tensor], Tensor]) -> nn.Module:
     return Using(function, rnn=nn.RNN(4, 5), head=nn.Linear(5, 3)).double()
 
 
-def selecting() -> nn.Module:
-    """Returns the rows of some positions, as models of masked tokens do."""
-    return Using(
-        lambda s, X: torch.tanh(s.layer(X["x"]))[X["mask"]], layer=nn.Linear(4, 3)
-    ).double()
-
-
 def test_time_major_inputs_are_no_samples():
-    """Sequences are ``[T, N, d]``, as recurrent layers take them by default; outputs ``[N, C]``."""
+    """Sequences are ``[T, N, d]``, as recurrent layers take them by default; outputs ``[N, C]``.
+
+    Where N is larger than T, the batch has more rows than samples unless the user says otherwise.
+    """
     model, loss = recurrent(lambda s, x: s.head(s.rnn(x)[0].mean(0))), nn.CrossEntropyLoss()
     data = [(torch.randn(3, n, 4).double(), torch.randint(3, (n,))) for n in (6, 3, 4)]
     params = list(model.parameters())
     rows = rows_in_batches(model, data, loss)
-    A = PerSampleGradientLinearOperator(model, loss, params, data)
+    with pytest.raises(ValueError, match="6 rows for the 3 samples .* batch_size_fn"):
+        PerSampleGradientLinearOperator(model, loss, params, data)
+    options: dict[str, Any] = {"batch_size_fn": lambda X: X.shape[1]}
+    A = PerSampleGradientLinearOperator(model, loss, params, data, **options)
     assert A.shape[0] == 13 and error(A.dense(), rows) <= 1e-10
-    E = EFLinearOperator(model, loss, params, data, terms="sample")
+    E = EFLinearOperator(model, loss, params, data, **options, terms="sample")
     assert error(E.to_dense(), rows.T @ rows / 13) <= 1e-10
-    options = {"fisher_type": "type-2"}
+    options |= {"fisher_type": "type-2"}
     K = [KFACLinearOperator(model, loss, params, data, seed=seed, **options) for seed in (0, 1)]
     assert error(K[0].to_dense(), K[1].to_dense()) <= 1e-12
-
-
-def selected(*counts: list[int]) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Return batches whose samples have some of four rows each, as many as asked."""
-    masks = [torch.arange(4) < torch.tensor(numbers)[:, None] for numbers in counts]
-    return [
-        (
-            {"x": torch.randn(len(mask), 4, 4).double(), "mask": mask},
-            torch.randint(3, (int(mask.sum()),)),
-        )
-        for mask in masks
-    ]
-
-
-@pytest.mark.parametrize("counts", [[[1, 3], [1, 2]], [[2, 3], [2]], [[2, 1, 3], [2, 2]]], ids=str)
-def test_selected_rows_are_no_tokens_of_samples(counts: list[list[int]]):
-    model, loss, data = selecting(), nn.CrossEntropyLoss(reduction="sum"), selected(*counts)
-    G = GGNLinearOperator(model, loss, list(model.parameters()), data)
-    diagonal = GGNDiagonalLinearOperator(model, loss, list(model.parameters()), data)
-    assert error(diagonal.diagonal(), G.to_dense().diagonal()) <= 1e-10
-    rows = rows_in_batches(model, data, loss)
-    A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
-    assert error(A.to_dense(), rows) <= 1e-10
-    assert error(A.T @ torch.ones(A.shape[0]).double(), rows.sum(0)) <= 1e-10
-    E = EFLinearOperator(model, loss, list(model.parameters()), data, terms="sample")
-    assert error(E.to_dense(), rows.T @ rows) <= 1e-10
-
-
-def test_rows_of_one_sample_do_not_tell_those_of_others():
-    """Two rows of the first sample are tokens or selected rows; the second batch has the latter."""
-    model, loss, data = selecting(), nn.CrossEntropyLoss(), selected([2], [1, 2])
-    with pytest.raises(ValueError, match="3 rows for 2 samples, .* put a batch of several samples"):
-        PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
 
 
 def rows_of_sequences(model: nn.Module, data: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -521,8 +492,8 @@ def test_tokens_of_one_sample(sizes: tuple[int, ...]):
     data = [(torch.randn(n, 4, 4).double(), torch.randn(4 * n, 3).double()) for n in sizes]
     params, G = list(model.parameters()), rows_of_sequences(model, data)
     for kind, options, expected in [
-        (PerSampleGradientLinearOperator, {}, G),
-        (EFLinearOperator, TERMS, G.T @ G),
+        (PerSampleGradientLinearOperator, FLAT, G),
+        (EFLinearOperator, TERMS | FLAT, G.T @ G),
     ]:
         A, V = kind(model, loss, params, data, **options), torch.eye(G.shape[1]).double()
         assert error(A @ V, expected) <= 1e-12
@@ -542,7 +513,10 @@ def test_tokens_of_longer_sequences_than_before():
         X, y = torch.randn(3, length, 4).double(), torch.randn(3 * length, 3).double()
         data[:] = [(X, y)]
 
-    for kind, options in [(PerSampleGradientLinearOperator, {}), (EFLinearOperator, TERMS)]:
+    for kind, options in [
+        (PerSampleGradientLinearOperator, FLAT),
+        (EFLinearOperator, TERMS | FLAT),
+    ]:
         fill(1)
         A = kind(model, SUM, list(model.parameters()), data, **options)
         V = torch.randn(A.shape[1], 2).double()
@@ -552,16 +526,6 @@ def test_tokens_of_longer_sequences_than_before():
         expected = (G if kind is PerSampleGradientLinearOperator else G.T @ G) @ V
         assert error(A @ V[:, 0], expected[:, 0]) <= 1e-12
         assert error(A @ V, expected) <= 1e-12
-
-
-def test_unequal_numbers_of_rows_are_noticed_where_samples_are_evaluated_alone():
-    """The first and last samples have the mean number of rows, others do not."""
-    mask = torch.arange(4) < torch.tensor([2, 1, 3, 3, 1, 2])[:, None]
-    X = {"x": torch.randn(6, 4, 4).double(), "mask": mask}
-    model, loss, data = selecting(), nn.CrossEntropyLoss(), [(X, torch.randint(3, (12,)))]
-    A = PerSampleGradientLinearOperator(model, loss, list(model.parameters()), data)
-    with pytest.raises(ValueError, match="Sample 1 of batch 0 has 1 rows .* 2 for each sample"):
-        A.dense()
 
 
 def test_samples_of_a_recurrence_over_the_batch_are_refused():

@@ -164,6 +164,17 @@ def test_wrong_rules_behind_zeros_are_found(monkeypatch: pytest.MonkeyPatch, cap
         nn.init.normal_(model.up.weight)
 
 
+def test_wrong_rules_beside_large_gradients_are_found(monkeypatch: pytest.MonkeyPatch):
+    """Each parameter is compared in its own scale."""
+    monkeypatch.setitem(RULES, "FusedBackward", transposed)
+    parts = {"head": nn.Linear(4, 3), "w": torch.randn(4, 3)}
+    model = Using(lambda s, x: 1e8 * s.head(x) + Fused.apply(x, s.w), **parts).float()
+    batches = [(X.float(), y) for X, y in data()]
+    J = PerSampleGradientLinearOperator(model, LOSS, list(model.parameters()), batches)
+    J.norms()
+    assert list(J.fallbacks) == ["w"]
+
+
 def test_facts_of_many_graphs_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     """A model whose layers depend on the data has a graph for each choice."""
 

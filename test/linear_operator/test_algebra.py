@@ -429,7 +429,7 @@ OTHER_SHAPES = ParameterSpace(SHAPES | {"weight": (3, 2)}, DOUBLE)
         (lambda: A @ J, ValueError, "cannot be multiplied"),
         (lambda: J**2, ValueError, "square operator"),
         (lambda: J.damped(0.1), ValueError, r"damped, got shape \(4, 9\)"),
-        (lambda: A.damped("much"), ValueError, "delta must be a number"),
+        (lambda: A.damped("much"), ValueError, "delta must be a finite number"),
         (lambda: A.damped(float("inf")), ValueError, "delta must be a finite number"),
         (lambda: A + 0.1, TypeError, r"A.damped\(c\)"),
         (lambda: dense(0, OTHER_ORDER) ** 2, ValueError, "another order"),

@@ -73,9 +73,11 @@ def test_counts(wrong: Any):
         check_count("n", 4, at_most=3)
 
 
-@pytest.mark.parametrize("wrong", [True, "2", None, -1, float("nan"), 1j, torch.ones(2)])
+@pytest.mark.parametrize(
+    "wrong", [True, "2", None, -1, float("nan"), float("inf"), 1j, torch.ones(2)]
+)
 def test_numbers(wrong: Any):
-    with pytest.raises(ValueError, match="x must be a number >= 0, got"):
+    with pytest.raises(ValueError, match="x must be a finite number >= 0, got"):
         check_number("x", wrong, 0)
 
 
@@ -98,14 +100,23 @@ def test_choices():
     [
         (lambda: kronecker().sample(None, -1), "num_samples must be an integer >= 0, got -1"),
         (lambda: kronecker().sample(None, 1.5), "num_samples must be an integer >= 0, got 1.5"),
-        (lambda: kronecker().inverse("x"), "damping must be a number, got 'x'"),
-        (lambda: kronecker() ** True, "exponent must be a number, got True"),
+        (lambda: kronecker().inverse("x"), "damping must be a finite number, got 'x'"),
+        (lambda: kronecker() ** True, "exponent must be a finite number, got True"),
         (lambda: c.SubmatrixLinearOperator(A, [1], [1]) ** 0.5, "exponent must be an integer >= 0"),
-        (lambda: c.CGInverseLinearOperator(A, atol=-1), "atol must be a number >= 0, got -1"),
+        (
+            lambda: c.CGInverseLinearOperator(A, atol=-1),
+            "atol must be a finite number >= 0, got -1",
+        ),
         (lambda: c.CGInverseLinearOperator(A, rtol=0), "rtol and atol must not both be zero"),
-        (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a number"),
-        (lambda: c.LSMRInverseLinearOperator(A, btol=-1), "btol must be a number >= 0, got -1"),
-        (lambda: c.LSMRInverseLinearOperator(A, conlim=-1), "conlim must be a number >= 0, got -1"),
+        (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a finite number"),
+        (
+            lambda: c.LSMRInverseLinearOperator(A, btol=-1),
+            "btol must be a finite number >= 0, got -1",
+        ),
+        (
+            lambda: c.LSMRInverseLinearOperator(A, conlim=-1),
+            "conlim must be a finite number >= 0, got -1",
+        ),
         (lambda: c.CGInverseLinearOperator(A, on_failure="x"), "on_failure must be one of"),
         (lambda: c.eigsh(A, 0), "k must be an integer from 1 to 10, got 0"),
         (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import Using
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import curvlinops as C
 
@@ -23,6 +24,7 @@ CLIPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "normalized rows": lambda g: g / (1e-12 + g.norm(dim=1, keepdim=True)),
     "small ones are left out": lambda g: g * (g.abs() > 1e-2),
     "positive": lambda g: g.clamp(min=0.0),
+    "signs": torch.sign,
 }
 #: The same with samples that meet.
 MEETING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,7 +57,32 @@ def as_function(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return Changing.apply
 
 
-WAYS = {"hook": as_hook, "function": as_function}
+def as_hook_of_node(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.grad_fn.register_prehook(lambda gradients: tuple(map(f, gradients)))
+        return h
+
+    return apply
+
+
+def in_checkpoint(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda h: checkpoint(lambda x: as_hook(f)(x * 1.0), h, use_reentrant=False)
+
+
+def of_several(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook that the first evaluation does not show if it has one sample."""
+    return lambda h: as_hook(f)(h) if len(h) > 1 else h
+
+
+WAYS = {
+    "hook": as_hook,
+    "function": as_function,
+    "node": as_hook_of_node,
+    "checkpoint": in_checkpoint,
+    "several": of_several,
+}
+MORE_WAYS = [pytest.param(way, marks=pytest.mark.extensive) for way in ("node", "checkpoint")]
 
 
 def net(way: str, f: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -85,8 +112,8 @@ def rows_alone(model: nn.Module, batches: list) -> Tensor:
 PRODUCTS = {
     "Hessian": C.HessianLinearOperator,
     "GGN": C.GGNLinearOperator,
-    "Fisher": lambda *a: C.GGNLinearOperator(*a, mc_samples=2),
-    "Jacobian": lambda m, _, p, d: C.JacobianLinearOperator(m, p, d),
+    "Fisher": lambda *a, **o: C.GGNLinearOperator(*a, **o, mc_samples=2),
+    "Jacobian": lambda m, _, p, d, **o: C.JacobianLinearOperator(m, p, d, **o),
 }
 SAMPLES: dict[str, Callable] = {
     "rows": lambda *a: C.PerSampleGradientLinearOperator(*a).dense(),
@@ -94,6 +121,10 @@ SAMPLES: dict[str, Callable] = {
     "scores": lambda *a: C.PerSampleGradientLinearOperator(*a).scores(torch.eye(20).double()),
     "EF": lambda *a: C.EFLinearOperator(*a).to_dense(),
     "EKFAC": lambda *a: C.EKFACLinearOperator(*a, fisher_type="empirical").trace(),
+    "products": lambda *a: (
+        C.PerSampleGradientLinearOperator(*a)
+        @ torch.eye(len(torch.cat([*map(torch.flatten, a[2])]))).to(a[2][0])
+    ),
 }
 
 
@@ -109,7 +140,7 @@ def build(kind: Callable, model: nn.Module, batches: list) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
 @pytest.mark.parametrize("f", CLIPPED)
 @pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])  # a Hessian is of one gradient
 def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype: torch.dtype):
@@ -122,7 +153,15 @@ def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype:
             A @ (size * v)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", [(1, 5), (2, 4)])
+@pytest.mark.parametrize("kind", ["GGN", "Jacobian"])
+def test_hooks_of_some_batches(kind: str, sizes: tuple[int, ...]):
+    with pytest.raises((NotImplementedError, ValueError), match="hook"):
+        A = build(PRODUCTS[kind], net("several", CLIPPED["clamped at 0.1"]), data(sizes))
+        A @ torch.ones(20).double()
+
+
+@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
 @pytest.mark.parametrize("f", LINEAR)
 @pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])
 def test_linear_backward_passes(kind: str, f: str, way: str):
@@ -133,7 +172,7 @@ def test_linear_backward_passes(kind: str, f: str, way: str):
 
 
 @pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3), (1,) * 6])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", *MORE_WAYS])
 @pytest.mark.parametrize("f", LINEAR | CLIPPED)
 @pytest.mark.parametrize("quantity", SAMPLES)
 def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
@@ -145,12 +184,10 @@ def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 5)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["hook", "function", "several", *MORE_WAYS])
 @pytest.mark.parametrize("f", MEETING)
 @pytest.mark.parametrize("quantity", SAMPLES)
 def test_samples_that_meet(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
-    if quantity == "EF" and sizes[0] == 1:
-        pytest.skip("a first batch of one sample shows nothing, and products record no samples")
     with pytest.raises(ValueError, match="depends on the other samples"):
         build(SAMPLES[quantity], net(way, MEETING[f]), data(sizes))
 
@@ -228,18 +265,73 @@ def test_lost_graphs(kind: str, way: str):
 
 
 @pytest.mark.parametrize("way", LOSING)
-@pytest.mark.parametrize("quantity", ["rows", "norms", "EF", "product"])
+@pytest.mark.parametrize("quantity", ["rows", "norms", "EF", "products"])
 def test_first_derivatives_where_graphs_are_lost(quantity: str, way: str):
-    of = SAMPLES | {
-        "product": lambda *a: (
-            C.PerSampleGradientLinearOperator(*a) @ torch.eye(len(a[2]) * 3).double()
-        )
-    }
     found = []
     for twin in (True, False):
         model, params, batches = values(way, twin)
-        found.append(of[quantity](model, MSE, params, batches))
+        found.append(SAMPLES[quantity](model, MSE, params, batches))
     torch.testing.assert_close(found[1], found[0])
+
+
+def attention(is_sparse: bool) -> nn.Module:
+    """Attention along the edges of a graph; its matrix is sparse, or dense."""
+    torch.manual_seed(0)
+    i, j = torch.tensor([[0, 0, 1, 1, 2, 3, 3, 4], [1, 2, 0, 3, 2, 0, 4, 1]])
+
+    def forward(s: Using, x: Tensor) -> Tensor:
+        h = s.w(x)
+        a = torch.tanh(s.a(torch.cat([h[i], h[j]], 1)))[:, 0].exp()
+        if is_sparse:
+            weights = torch.sparse_coo_tensor(
+                torch.stack([i, j]), a, (5, 5), check_invariants=False
+            )
+            return s.o(torch.tanh(torch.sparse.mm(weights, h)))
+        return s.o(torch.tanh(a.new_zeros(5, 5).index_put((i, j), a) @ h))
+
+    return Using(forward, w=nn.Linear(3, 4), a=nn.Linear(8, 1), o=nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_sparse_attention(kind: str, check: bool):
+    """Second derivatives are refused, first ones are right."""
+    torch.manual_seed(0)
+    loss, data = nn.CrossEntropyLoss(), [(torch.randn(5, 3).double(), torch.randint(2, (5,)))]
+
+    def operator(is_sparse: bool) -> Any:
+        model = attention(is_sparse)
+        return PRODUCTS[kind](
+            model, loss, list(model.parameters()), data, check_deterministic=check
+        )
+
+    sparse, dense = operator(True), operator(False)
+    with pytest.raises(NotImplementedError, match="Sparse"):
+        sparse @ torch.ones(sparse.shape[1]).double()
+    if kind == "Jacobian":
+        u = torch.ones(10).double()
+        torch.testing.assert_close(sparse.T @ u, dense.T @ u)
+    else:
+        found, truth = (A.gradient_and_loss()[0] for A in (sparse, dense))
+        torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("gate", [0.0, 0.3])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_lost_graphs_behind_a_gate(kind: str, gate: float):
+    """A gradient that is zero before the first step has a derivative."""
+    way = "function of values"
+    twins = [losing(lambda s, x, f=f: f[way](s, x) * s.w + x[:, :3]) for f in (LOSING, TWINS)]
+    X, y = torch.randn(4, 5).double(), torch.randn(4, 3).double()
+    for m in twins:
+        nn.init.constant_(m.w, gate)
+    A, B = (PRODUCTS[kind](m, MSE, [m.v, m.w], [(X, y)]) for m in twins)
+    try:
+        found = A @ torch.ones(6).double()
+    except NotImplementedError as error:
+        assert "Sparse" in str(error)
+        return
+    torch.testing.assert_close(found, B @ torch.ones(6).double())
 
 
 # --- rows that are selected
@@ -248,41 +340,78 @@ def test_first_derivatives_where_graphs_are_lost(quantity: str, way: str):
 class Selecting(nn.Module):
     """The outputs of those tokens that a mask selects."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bool) -> None:
         super().__init__()
-        self.a = nn.Linear(3, 4)
+        self.a, self.first = nn.Linear(3, 4), first
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.a(batch["x"])[batch["mask"]]
+        x, mask = batch["x"], batch["mask"]
+        return self.a(x[mask]) if self.first else self.a(x)[mask]
 
 
-@pytest.mark.parametrize("quantity", ["EF", "rows", "product"])
-@pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 3, 1, 2), (2, 2, 2, 2)])
-def test_selected_rows(lengths: tuple[int, ...], quantity: str):
-    """Every sample is counted, not the first and the last one alone."""
-    torch.manual_seed(0)
-    model, loss = Selecting().double(), nn.CrossEntropyLoss(reduction="sum")
+SELECTED: dict[str, Callable] = {
+    "EF": lambda *a, **o: C.EFLinearOperator(*a, **o, terms="sample").to_dense(),
+    "EF @ v": lambda *a, **o: C.EFLinearOperator(*a, **o, terms="sample") @ torch.ones(16).double(),
+    "rows": lambda *a, **o: C.PerSampleGradientLinearOperator(*a, **o).dense(),
+    "rows @ v": lambda *a, **o: (
+        C.PerSampleGradientLinearOperator(*a, **o) @ torch.ones(16).double()
+    ),
+    "diagonal": lambda *a, **o: C.GGNDiagonalLinearOperator(*a, **o).diagonal(),
+    "KFAC": lambda *a, **o: C.KFACLinearOperator(*a, **o).trace(),
+}
+
+
+@pytest.mark.parametrize("quantity", SELECTED)
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"batch_size_fn": lambda b: len(b["x"])}], ids=len)
+@pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 2, 2, 2), (1, 1, 3)])
+def test_selected_rows(lengths: tuple[int, ...], options: dict, first: bool, quantity: str):
+    """Nobody knows which rows are whose, whatever their number is."""
+    model, loss = Selecting(first).double(), nn.CrossEntropyLoss(reduction="sum")
     mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
-    X = {"x": torch.randn(4, 4, 3).double(), "mask": mask}
-    y, params = torch.randint(4, (8,)), list(model.parameters())
-    args = (model, loss, params, [(X, y)])
-    options: dict[str, Any] = {"batch_size_fn": lambda b: len(b["x"])}
+    X = {"x": torch.randn(len(lengths), 4, 3).double(), "mask": mask}
+    y, params = torch.randint(4, (sum(lengths),)), list(model.parameters())
+    with pytest.raises(ValueError, match=r"samples first.*mask in the loss.*batch_size_fn"):
+        SELECTED[quantity](model, loss, params, [(X, y)], **options)
+    # sums over all rows do not ask
+    H = C.HessianLinearOperator(model, loss, params, [(X, y)], **options).to_dense()
+    J = C.JacobianLinearOperator(model, params, [(X, y)], **options)
+    B = torch.block_diag(*(p.diag() - p.outer(p) for p in model(X).detach().softmax(1)))
+    torch.testing.assert_close(J.to_dense().T @ B @ J.to_dense(), H)
+    torch.testing.assert_close(J.gram(), J.to_dense() @ J.to_dense().T)
+    E = C.EFLinearOperator(model, loss, params, [(X, y)], **options)  # rows are terms
+    rows = [torch.autograd.grad(loss(model(X)[i], y[i]), params) for i in range(len(y))]
+    D = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    torch.testing.assert_close(E.to_dense(), D.T @ D)
 
-    def rows() -> C.PerSampleGradientLinearOperator:
-        return C.PerSampleGradientLinearOperator(*args, **options)
 
-    of = {
-        "EF": lambda: C.EFLinearOperator(*args, **options, terms="sample").to_dense(),
-        "rows": lambda: (lambda D: D.T @ D)(rows().to_dense()),
-        "product": lambda: (lambda D: D.T @ D)(rows() @ torch.eye(16).double()),
-    }
-    if len({*lengths}) > 1:
-        with pytest.raises(ValueError, match="rows of the output|other samples"):
-            of[quantity]()
-        return
-    truth = []
-    for z, t in zip(model(X).split(2), y.split(2), strict=True):
-        grads = torch.autograd.grad(loss(z, t), params, retain_graph=True)
-        truth.append(torch.cat([g.flatten() for g in grads]))
-    D = torch.stack(truth)
-    torch.testing.assert_close(of[quantity](), D.T @ D)
+def mixing(x: Tensor) -> Tensor:
+    return torch.tanh(x) + torch.tanh(x).cumsum(1)
+
+
+@pytest.mark.parametrize("quantity", SELECTED)
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("sizes", [(4,), (1, 3), (2, 1, 1)])
+def test_rows_of_all_places(sizes: tuple[int, ...], is_alone: bool, quantity: str):
+    """Flattened outputs have a row for each place; ``batch_size_fn`` says what a sample is."""
+    torch.manual_seed(0)
+    loss, found = nn.CrossEntropyLoss(reduction="sum"), []
+    x, y = torch.randn(4, 5, 3).double(), torch.randint(4, (4, 5))
+    for is_flat in (False, True):
+        torch.manual_seed(1)
+        model = Using(
+            lambda s, X, f=is_flat: (
+                s.a(mixing(X["x"])).flatten(0, 1) if f else s.a(mixing(X["x"])).mT
+            ),
+            a=nn.Linear(3, 4),
+        ).double()
+        data = [
+            (
+                {"x": X, "all": torch.ones(1, 5)} if is_alone else {"x": X},
+                t.flatten() if is_flat else t,
+            )
+            for X, t in zip(x.split(sizes), y.split(sizes), strict=True)
+        ]
+        options = {"batch_size_fn": lambda X: len(X["x"])}
+        found.append(SELECTED[quantity](model, loss, list(model.parameters()), data, **options))
+    torch.testing.assert_close(found[1], found[0])

@@ -354,10 +354,15 @@ class Switched(nn.Module):
 
     seen: ClassVar[list[int]] = []
 
-    def __init__(self, function: Callable, gate: float):
+    def __init__(self, function: Callable, gate: float, is_buffer: bool = False):
         super().__init__()
         self.inner, self.is_coupled = headed(function), False
-        self.gate = nn.Parameter(torch.full((2,), gate, dtype=torch.float64))
+        value = torch.full((2,), gate, dtype=torch.float64)
+        self.gate: Any
+        if is_buffer:
+            self.register_buffer("gate", value)
+        else:
+            self.gate = nn.Parameter(value)
 
     def forward(self, x: Tensor) -> Tensor:
         Switched.seen += [len(x)]
@@ -370,10 +375,12 @@ class Switched(nn.Module):
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom:UserWarning")
 @pytest.mark.parametrize("kind", ["H", "J", "rows", "KFAC"])
 @pytest.mark.parametrize("function", INTERACTING)
-@pytest.mark.parametrize("gate", [-1.0, 0.0])
-def test_samples_are_seen_alone_once_for_a_model(kind: str, function: Callable, gate: float):
+@pytest.mark.parametrize("gate, is_buffer", [(-1.0, False), (0.0, False), (0.0, True)])
+def test_samples_are_seen_alone_once_for_a_model(
+    kind: str, function: Callable, gate: float, is_buffer: bool
+):
     """At other parameters, too; but not if it computes something else, or a tensor is zero."""
-    model, Switched.seen = Switched(function, gate), []
+    model, Switched.seen = Switched(function, gate, is_buffer), []
 
     def sizes_of_parts() -> list[int]:
         Switched.seen.clear()

@@ -623,7 +623,7 @@ ERRORS = [
     (lambda: Kron(randn(3, 3)).inverse(), "needs a symmetric operator"),
     (lambda: Kron(randn(2, 3)) ** 2, "cannot be multiplied"),
     (lambda: Kron(A).inverse(float("nan")), "damping must be a (finite )?number"),
-    (lambda: Kron(A) ** float("inf"), "exponent must be finite"),
+    (lambda: Kron(A) ** float("inf"), "exponent must be a finite number"),
     (lambda: Kron(B, 0 * A).inverse(), "Factor 1 .* singular.*damping"),
     (lambda: (0 * Identity(3)).inverse(), "singular.*damping"),
     (lambda: NEGATIVE**0.5, "not positive semidefinite.*lowest eigenvalue"),

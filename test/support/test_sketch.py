@@ -7,7 +7,7 @@ import torch
 from second_device import CPU, put, second_device
 from torch import Tensor
 
-from curvlinops.support.sketch import sketch
+from curvlinops.support.digest import sketch
 
 BLOCK = 2**10
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7, 200 * BLOCK + 1, BLOCK**2 + 3]

@@ -11,17 +11,16 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from curvlinops.autodiff.overrides.attention import ATTENTION
 from curvlinops.autodiff.overrides.convolution import CONVOLUTIONS
-from curvlinops.autodiff.overrides.deviation import DEVIATIONS
-from curvlinops.autodiff.overrides.distance import cdist
 from curvlinops.autodiff.overrides.elementwise import gelu, hardsigmoid
 from curvlinops.autodiff.overrides.embedding import embedding, embedding_bag, torch_embedding
+from curvlinops.autodiff.overrides.norms import DEVIATIONS, cdist, weight_norm
 from curvlinops.autodiff.overrides.recurrent import RECURRENT
-from curvlinops.autodiff.overrides.weight_norm import weight_norm
 from curvlinops.autodiff.overrides.writes import Protected, writes
 from curvlinops.support import torch_internals
 
@@ -41,6 +40,9 @@ OVERRIDES: dict[Callable, Callable] = {
 if torch_internals.weight_norm is not None:
     OVERRIDES[torch_internals.weight_norm] = weight_norm
 
+#: What reads the node of a tensor, on which hooks may be registered.
+_READ_NODE = Tensor.grad_fn.__get__
+
 #: In addition in forward mode, which the fused kernels of attention lack.
 FORWARD = OVERRIDES | ATTENTION
 
@@ -49,22 +51,28 @@ TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 
 
 class Overrides(TorchFunctionMode):
-    """Replaces calls while it is active, and refuses those that write to parameters.
+    """Replaces calls by a table while it is active, and refuses those that write to parameters.
 
-    Args:
-        table: The replacements.
-        protected: The parameters.
+    ``hooks`` gets the names of hooks on gradients.
     """
 
-    def __init__(self, table: dict[Callable, Callable], protected: Protected):
+    def __init__(
+        self, table: dict[Callable, Callable], protected: Protected, hooks: set[str] | None = None
+    ):
         super().__init__()
         self._table, self._protected = table, protected
+        self._hooks = set[str]() if hooks is None else hooks
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Call the replacement of ``func``, or ``func`` itself."""
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            hook = (*args, *kwargs.values())[1]
+            self._hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        elif func == _READ_NODE:  # PyTorch does not show hooks on nodes
+            self._hooks.add("hook on a grad_fn")
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
         return self._table.get(func, func)(*args, **kwargs)
@@ -72,15 +80,15 @@ class Overrides(TorchFunctionMode):
 
 @contextmanager
 def active(
-    differentiation: Differentiation, protected: Protected, products: Mapping[Callable, Callable]
+    differentiation: Differentiation,
+    protected: Protected,
+    products: Mapping[Callable, Callable],
+    hooks: set[str] | None = None,
 ) -> Iterator[None]:
     """Replace calls, and select attention kernels with the derivatives that are needed.
 
-    Args:
-        differentiation: See ``Differentiation``. Unless it is ``"once"``, attention that is not
-            replaced runs in the math kernel, since the fused ones lack derivatives.
-        protected: The parameters to which no call may write.
-        products: Further calls that are replaced if it is ``"twice"``.
+    Unless it is ``"once"``, attention that is not replaced runs in the math kernel, since the fused
+    ones lack derivatives. If it is ``"twice"``, further calls, ``products``, are replaced.
     """
     fast = torch.backends.mha.get_fastpath_enabled()
     kernels = nullcontext() if differentiation == "once" else sdpa_kernel(SDPBackend.MATH)
@@ -88,7 +96,7 @@ def active(
     table = {"once": OVERRIDES, "forward": FORWARD, "twice": twice}[differentiation]
     torch.backends.mha.set_fastpath_enabled(False)  # in eval mode it has no derivatives
     try:
-        with kernels, Overrides(table, protected):
+        with kernels, Overrides(table, protected, hooks):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.overrides.distance import is_differentiated
+from curvlinops.support.arguments import is_differentiated
 from curvlinops.support.devices import entries_at_once
 from curvlinops.support.torch_internals import in_transform, wanted_gradients
 
@@ -246,12 +246,7 @@ def _in_tiles(
 ) -> list[Tensor]:
     """Return a formula's results for all queries, and its sums for all keys.
 
-    Args:
-        formula: It gets what the arguments ``queries`` and ``keys`` have in a tile.
-        queries: Tensors ``[N, H, R, *]``, the queries first.
-        keys: Tensors ``[N, H, T, *]``, the keys first.
-        mask: ``[N, H, R, T]``.
-        options: See there.
+    It gets what queries ``[N, H, R, *]``, keys ``[N, H, T, *]`` and the mask have in a tile.
     """
     (N, H, R, _), T = queries[0].shape, keys[0].shape[2]
     dtype = torch.promote_types(queries[0].dtype, torch.float32)

@@ -95,12 +95,7 @@ def _backward(
 
 
 def _override(function: Callable, transposed: bool) -> Callable:
-    """Return the replacement of one of PyTorch's functions for convolutions.
-
-    Args:
-        function: ``torch.conv2d``, ``torch.conv_transpose2d``, or their relatives.
-        transposed: Whether it is a transposed convolution.
-    """
+    """Return the replacement of a function such as ``torch.conv2d``, perhaps a transposed one."""
 
     def replacement(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **kw: Any

@@ -8,11 +8,7 @@ from torch import Tensor
 
 
 def check_options(name: str, max_norm: float | None, scale_grad_by_freq: bool) -> None:
-    """Refuse options of lookups that change parameters or gradients.
-
-    Raises:
-        ValueError: If there are such.
-    """
+    """Refuse options of lookups that change parameters or gradients."""
     if max_norm is not None:
         raise ValueError(
             f"{name} with max_norm rescales its weight in the forward pass, which would change "
@@ -103,11 +99,8 @@ def embedding_bag(
 def _largest(rows: Tensor, bag: Tensor, is_kept: Tensor, is_filled: Tensor) -> Tensor:
     """Return the largest entry of each bag and column; of equal ones, it is the first, as usual.
 
-    Args:
-        rows: The rows that were looked up, ``[n, D]``.
-        bag: The bag of each row.
-        is_kept: Whether it is no padding.
-        is_filled: For each bag, whether it has a row that is kept, ``[bags, 1]``. Others give zero.
+    Of rows ``[n, D]`` in bags ``[n]``, those that are padding are left out. Bags without others
+    ``[bags, 1]`` give zero.
     """
     with_zero = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     numbers = torch.arange(len(rows), device=rows.device)

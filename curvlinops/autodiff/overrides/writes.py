@@ -18,11 +18,7 @@ class Protected:
 
     A model computes with tensors that share the memory of the user's parameters, so that writing to
     one, or to a view of it, would change the user's model. It is refused before it happens.
-
-    Args:
-        roots: The modules of model and loss.
-        params: Parameters that need not be registered.
-        source_of: Returns the parameter of which a tensor was gathered, ``None`` for others.
+    Parameters need not be registered; ``source_of`` returns that of which a tensor was gathered.
     """
 
     def __init__(
@@ -38,11 +34,7 @@ class Protected:
         self._tables = [(module, dict(dict.items(table))) for module, table in tables if table]
 
     def check(self, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Refuse a call that writes to a parameter; only for calls of functions that write.
-
-        Raises:
-            ValueError: If it does; the message names the parameter and remedies.
-        """
+        """Refuse a call that writes to a parameter; only for calls of functions that write."""
         if func.__name__ in _HARMLESS:
             return
         for tensor in written(func, args, kwargs):

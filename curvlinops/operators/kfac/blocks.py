@@ -257,9 +257,9 @@ class Block:
         return self.structure in ("dense", "diagonal")
 
 
-def moment_factor(matrix: Tensor) -> Factor:
+def moment_factor(matrix: Tensor, ranks: Tensor | None = None) -> Factor:
     """Return second moments, ``[G, n, n]`` or ``[G, n]``, as a factor."""
-    return Factor(matrix, symmetric=True, psd=True)
+    return Factor(matrix, symmetric=True, psd=True, ranks=ranks)
 
 
 def plan_blocks(

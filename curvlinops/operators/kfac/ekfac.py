@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.operators.kfac.block_sums import everywhere
+from curvlinops.operators.kfac.blocks import MOMENT, Block
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
@@ -65,7 +66,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
                 raise ChangedError(next(iter(lost))[0].name)
         bases = self._bases_everywhere(sums, before)
         moments = self._block_means("eigenvalues", sums, first, bases, batches)
-        sums.tensors |= {key: _without_rounding(squares) for key, squares in moments.items()}
+        for block in with_matrices(sums):
+            squares = moments.get((block.views, MOMENT))
+            if block.is_here and squares is not None:
+                _remove_rounding(squares, block, bases[block.views])
+        sums.tensors |= moments
         return replace(sums, bases=bases).own()
 
     def _bases_everywhere(
@@ -97,9 +102,18 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
 
 
-def _without_rounding(squares: Tensor) -> Tensor:
-    """Replace squares of rounding errors by zeros, in place."""
+def _remove_rounding(squares: Tensor, block: Block, basis: Basis) -> None:
+    """Replace squares of rounding errors by zeros, in place.
+
+    Gradients have rounding errors in the scale of their entries along the vectors of the basis. The
+    factors tell these scales, so that a large input does not hide small ones.
+    """
     if squares.numel() == 0:
-        return squares
-    rounding = (8 * torch.finfo(squares.dtype).eps) ** 2 * squares.max()
-    return squares.masked_fill_(squares <= rounding, 0)
+        return
+    operator = block.operator()
+    scales = torch.zeros_like(squares)
+    for product in getattr(operator, "_terms", [operator]):
+        pairs = zip(product._factors, (basis.outputs, basis.inputs), strict=False)
+        scales += product._outer([factor.scales(Q) for factor, Q in pairs]).view_as(squares)
+    size = max(squares.shape[1:])
+    squares[squares <= size * (8 * torch.finfo(squares.dtype).eps) ** 2 * scales] = 0.0

@@ -1,9 +1,11 @@
 """Inverses of Kronecker-factored approximations, with damping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import chain
 from math import isfinite, sqrt
+from operator import mul
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_number, without_graph
 from curvlinops.support.files import recorded
 from curvlinops.support.torch_modes import in_default_modes
+from curvlinops.support.warnings import warn
 
 
 @dataclass
@@ -87,12 +90,17 @@ def _non_negative(value: Any) -> float | None:
 
 
 def inverses(
-    blocks: Sequence[Block], damping: Damping
+    blocks: Sequence[Block], damping: Damping, undecided: dict[str, float]
 ) -> Callable[[Block], StructuredLinearOperator]:
     """Return a function from one of these blocks, or of their members, to its damped inverse.
 
     A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
     share the factor of these, and its inverse if that has the same damping.
+
+    Args:
+        blocks: The blocks, equal ones as stacks.
+        damping: The damping.
+        undecided: Is filled by ``note_undecided``.
     """
     weights: dict[tuple[ParameterView, int], Term] = {}
     if damping.use_heuristic_damping:
@@ -104,21 +112,76 @@ def inverses(
 
     def inverse(block: Block) -> StructuredLinearOperator:
         if not block.terms:
-            return block.operator().inverse(damping.of_gradients, accurate)
+            operator = block.operator()
+            result = operator.inverse(damping.of_gradients, accurate)
+            note_undecided(undecided, block, operator._as_factors(), [damping.of_gradients])
+            return result
         if len(block.terms) > 1:
             damped = replace(block, terms=tuple(_damped(term, damping) for term in block.terms))
-            return damped.operator().inverse(retry_double_precision=accurate)
+            result = damped.operator().inverse(retry_double_precision=accurate)
+            for term in block.terms:
+                note_undecided(undecided, block, term.factors, damping.of(term, None))
+            return result
         (term,) = block.terms
         weight = weights.get((block.weight, len(block.members)))
         balanced = (weight or term) if damping.use_heuristic_damping else None
         keys = [(factor, balanced) for factor in term.factors]
         if not known.keys() >= set(keys):
-            for i, (key, shift) in enumerate(zip(keys, damping.of(term, weight), strict=True)):
+            shifts = damping.of(term, weight)
+            for i, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
                 if key not in known:
                     known[key] = _inverse(key[0], shift, name_of_factor(i), accurate)
+            note_undecided(undecided, block, term.factors, shifts)
         return KroneckerProductLinearOperator(*(known[key] for key in keys))
 
     return inverse
+
+
+def note_undecided(
+    undecided: dict[str, float],
+    block: Block,
+    factors: Sequence[Factor] | None,
+    shifts: Sequence[float | Tensor],
+    is_exact: bool = False,
+) -> None:
+    """Note from which damping on an inverted block, or the blocks of a stack, would be decided.
+
+    Args:
+        undecided: The damping that blocks need, by name; only of those that have less.
+        block: The block.
+        factors: Its factors.
+        shifts: What was added to each of them.
+        is_exact: Whether it was added to their product instead.
+    """
+    for factor, shift in zip(factors or (), shifts, strict=False):
+        if not factor.is_decomposed(in_float64=True):
+            continue  # by a Cholesky decomposition
+        others = [other for other in factors if is_exact and other is not factor]
+        scale = reduce(mul, (other.eigh()[0].amax(-1, keepdim=True) for other in others), 1.0)
+        if isinstance(shift, Tensor) and len(shift) > factor.groups:
+            shift = shift.amax(0, keepdim=True)
+        limits = factor.undecided(shift, scale)
+        if not bool(limits.any()):
+            continue
+        members = block.members or (block,)
+        for member, limit in zip(members, limits.tensor_split(len(members)), strict=True):
+            name, least = ", ".join(member.names), float(limit.max())
+            if least > undecided.get(name, 0.0):
+                undecided[name] = least
+
+
+def warn_of_undecided(undecided: Mapping[str, float], dtype: torch.dtype) -> None:
+    """Warn once if there are blocks whose damping is below the rounding errors of their factors."""
+    if not undecided:
+        return
+    name, limit = max(undecided.items(), key=lambda item: item[1])
+    others = f" (one of {len(undecided)})" if len(undecided) > 1 else ""
+    remedy = "" if dtype == torch.float64 else ", or compute in float64"
+    warn(
+        f"Block {name!r}{others}: the damping lies below the rounding errors of a factor. Small "
+        "eigenvalues are lost in these, and count as zero, or they are hardly known. From "
+        f"{limit:.1e} on, the factor decides the inverse. Add more damping{remedy}."
+    )
 
 
 def _inverse(factor: Factor, shift: float | Tensor, name: str, accurate: bool) -> Factor:

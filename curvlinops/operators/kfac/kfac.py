@@ -28,6 +28,8 @@ from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
     inverses,
+    note_undecided,
+    warn_of_undecided,
 )
 from curvlinops.operators.kfac.layout import assemble, with_matrices
 from curvlinops.operators.kfac.modules import (
@@ -57,6 +59,7 @@ from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.files import Saved, pack, read, read_parts, unpack, write
 from curvlinops.support.rng import DEFAULT_SEED
+from curvlinops.support.torch_internals import version_of
 from curvlinops.support.torch_modes import in_default_modes
 
 #: What to do about factors of another operator.
@@ -263,13 +266,31 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
+        if written := [x for x, version in self._shown if version_of(x) != version]:
+            self._check_written(written)
+            self._set_sums(self._sums, self._is_mapped)
         return self._sums
+
+    def _check_written(self, factors: Iterable[Tensor]) -> None:
+        """Refuse writes to factors that are no sums over data, or of which others were computed."""
+        sums = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in self._sums.tensors.values()]
+        if all(any(a <= x.data_ptr() < b for a, b in sums) for x in factors):
+            if not self._sums.bases:
+                return
+            why = "its eigenvalues are those of the data in the factors' eigenbasis"
+        else:
+            why = "some are the identity, or were put together from several sums over the data"
+        raise RuntimeError(
+            f"The factors of this {type(self).__name__} were written to, but {why}. Call "
+            "compute_kronecker_factors(), and damp by inverse(damping) or damped(delta)."
+        )
 
     def _set_sums(self, sums: FactorSums | None, is_mapped: bool = False) -> None:
         """Replace the sums, perhaps by those in a directory's files, and drop their matrices."""
         self._sums, self._is_mapped = sums, is_mapped
         self._structure: BlockDiagonalLinearOperator | None = None
         self._made: tuple[list[Block], list[Block]] | None = None
+        self._shown: list[tuple[Tensor, int]] = []  # factors that users have, and their versions
 
     def _compute(
         self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
@@ -434,7 +455,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """A by module, for modules whose weight's block is one Kronecker product.
 
         ``[I, I]``; for embeddings its diagonal ``[I]``; for convolutions with several groups
-        ``[G, I, I]``. The tensors are copies.
+        ``[G, I, I]``. They are the operator's own: what is written to them counts. EKFAC refuses
+        it, since its eigenvalues belong to the factors of the data.
         """
         return self._by_module("inputs")
 
@@ -443,8 +465,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def gradient_covariances(self) -> dict[str, Tensor]:
         """B by module, ``[O, O]`` or ``[G, O, O]``; also for biases without weight.
 
-        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix. The
-        tensors are copies.
+        Its diagonal, ``[O]``, if the block is forward-only, or if it is too large for a matrix.
+        For writing see ``input_covariances``.
         """
         return self._by_module("gradients")
 
@@ -456,13 +478,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _modules(self) -> dict[str, ModuleFactors]:
         return by_module(self._own_blocks(), self.space)
 
-    def _by_module(self, factor: str, dense: bool = False) -> dict[str, Tensor]:
-        matrices = {name: getattr(module, factor) for name, module in self._modules().items()}
-        return {
-            name: x.diag_embed() if dense and x.ndim == 1 else x.clone()
-            for name, x in matrices.items()
-            if x is not None
-        }
+    def _by_module(self, factor: str) -> dict[str, Tensor]:
+        """Return factors by module, and remember their versions."""
+        found = {name: getattr(module, factor) for name, module in self._modules().items()}
+        factors = {name: x for name, x in found.items() if x is not None}
+        self._shown += [(x, version_of(x)) for x in factors.values()]
+        return factors
+
+    def _dense_by_module(self, factor: str) -> dict[str, Tensor]:
+        self._check_pairs()
+        factors = self._by_module(factor).items()
+        return {name: x.diag_embed() if x.ndim == 1 else x for name, x in factors}
 
     # names that published programs read, which rely on one dense pair for each weight
 
@@ -472,13 +498,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
     @property
     def _input_covariances(self) -> dict[str, Tensor]:
-        self._check_pairs()
-        return self._by_module("inputs", dense=True)
+        return self._dense_by_module("inputs")
 
     @property
     def _gradient_covariances(self) -> dict[str, Tensor]:
-        self._check_pairs()
-        return self._by_module("gradients", dense=True)
+        return self._dense_by_module("gradients")
 
     @property
     def _mapping(self) -> dict[str, dict[str, int]]:
@@ -583,9 +607,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def structure(self) -> BlockDiagonalLinearOperator:
         """The approximation as a block-diagonal operator."""
-        self._factor_sums()
+        stacks = self._stacks()
         if self._structure is None:
-            self._structure = assemble(self._stacks(), self._sums)
+            self._structure = assemble(stacks, self._sums)
         return self._structure
 
     @abstractmethod
@@ -666,9 +690,12 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     """
 
     def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+        undecided, stacks = dict[str, float](), self._stacks()
         if not damping.use_exact_damping:
-            stacks = self._stacks()
-            return assemble(stacks, self._factor_sums(), inverses(stacks, damping))
+            build = inverses(stacks, damping, undecided)
+            inverse = assemble(stacks, self._factor_sums(), build)
+            warn_of_undecided(undecided, self.torch_dtype)
+            return inverse
         with self.structure.ranks.raise_on_all_ranks():
             for block in self._made_blocks():
                 is_sum = damping.of_gradients and len(block.terms) > 1
@@ -680,4 +707,9 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                         "max_factor_size, above which factors are diagonal."
                     )
         # the structure keeps the eigendecompositions for other dampings
-        return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        for block, operator in zip(stacks, self.structure._stacks, strict=False):
+            factors, shifts = operator._as_factors(), [damping.of_gradients] * 2
+            note_undecided(undecided, block, factors, shifts, is_exact=True)
+        warn_of_undecided(undecided, self.torch_dtype)
+        return inverse

@@ -98,14 +98,15 @@ def _gradient_factor(sums: FactorSums, uses: tuple[LayerUse, ...], shape: Kronec
 def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
     """Return A of so many inputs; the last input is that of the bias, which may be left out."""
     tensors = [sums.tensors[key] for key in keys]
+    counts = [sums.tensors[group, INPUT_COUNT] for group, _ in keys]
+    ranks = total(counts).expand(len(tensors[0]))
     if len(keys) > 1:
-        counts = [sums.tensors[group, INPUT_COUNT] for group, _ in keys]
         number = total(counts)
         number = number.masked_fill(number == 0, 1.0)
         tensors = [count / number * x for count, x in zip(counts, tensors, strict=True)]
     if any(x.shape[1] > size for x in tensors):
         tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
-    return moment_factor(total(tensors))
+    return moment_factor(total(tensors), ranks)
 
 
 def _fitted(sums: FactorSums, block: Block, term: Term) -> Term:

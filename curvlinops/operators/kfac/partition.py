@@ -5,8 +5,7 @@ from itertools import accumulate
 from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
-from curvlinops.structured.layout import ParameterView
-from curvlinops.support.groups import connected
+from curvlinops.structured.layout import ParameterView, connected
 
 
 def units(

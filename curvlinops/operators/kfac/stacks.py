@@ -12,7 +12,7 @@ from curvlinops.operators.kfac.blocks import Block, Term, moment_factor
 from curvlinops.operators.kfac.eigenbasis import Basis
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.factor import Factor
-from curvlinops.support.groups import connected
+from curvlinops.structured.layout import connected
 
 #: The largest number of entries of a stack's matrix. Larger ones gain nothing.
 _LARGEST = 2**20
@@ -140,7 +140,9 @@ class _Join:
             tensor, parts = self._joined([factor.tensor for factor in factors])
             for factor, part in zip(factors, parts, strict=True):
                 factor.tensor = part
-            self._factors[factors] = moment_factor(tensor)
+            ranks = [factor.ranks for factor in factors]
+            ranks = None if any(x is None for x in ranks) else torch.cat(ranks)
+            self._factors[factors] = moment_factor(tensor, ranks)
         return self._factors[factors]
 
     def _joined(self, tensors: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -9,7 +9,7 @@ from curvlinops.risk.checks import coupling
 from curvlinops.risk.checks.repeats import Observed, check_same, observe
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.support.rng import seed_everything
-from curvlinops.support.stand_in import stand_in
+from curvlinops.team.scattering import stand_in
 
 
 def _check_numbers(problem: BatchProblem, seen: Observed) -> None:

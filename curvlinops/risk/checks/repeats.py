@@ -13,13 +13,12 @@ from curvlinops.linear_operator.space import Columns
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.empirical_risk import EmpiricalRisk
 from curvlinops.support.autograd_graph import graph_nodes
-from curvlinops.support.digest import digest
+from curvlinops.support.digest import digest, sketch
 from curvlinops.support.norms import double_norm
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
-from curvlinops.support.sketch import sketch
-from curvlinops.support.stand_in import stand_in
 from curvlinops.support.torch_internals import version_of
+from curvlinops.team.scattering import stand_in
 
 _OTHER_DATA = (
     "Two passes over data yield different batches: data shuffles, or is drawn, masked or augmented "

@@ -1,10 +1,34 @@
-"""Standard deviations."""
+"""Norms: pairwise distances, normalized weights, and standard deviations."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from curvlinops.support.arguments import is_differentiated
+from curvlinops.support.torch_internals import in_transform
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """Return the distances ``[*, P, R]`` of rows ``[*, P, M]`` and ``[*, R, M]``.
+
+    The fused kernel has neither forward mode nor double backward. Without derivatives it is used,
+    since it does not need memory for all differences, ``[*, P, R, M]``.
+    """
+    if not (in_transform() or is_differentiated(x1) or is_differentiated(x2)):
+        return torch.cdist(x1, x2, p)
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, dim=-1)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """Return ``g v / |v|``, with norms over all axes but ``dim``, or over all if it is -1.
+
+    The fused kernel has no forward mode, and its double backward is off by 1-9 %.
+    """
+    if dim == -1:  # torch.norm_except_dim's tangent has the wrong shape then
+        return v * (g / v.norm())
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 class Root(torch.autograd.Function):
