@@ -1,12 +1,16 @@
 """Building blocks for Kronecker-factored curvature."""
 
 from collections.abc import Callable
+from math import prod
+from typing import Any
 
+from einops import reduce
 from torch import Tensor, nn
 
-from curvlinops.layers.patches import extract_averaged_patches, extract_patches
+from curvlinops.layers.patches import Lengths, Padding, Window, make_patches, patch_sums
 from curvlinops.losses import wrap_loss
 from curvlinops.operators.kfac.options import FisherType, KFACType
+from curvlinops.support.norms import wide
 from curvlinops.support.torch_modes import in_default_modes
 
 __all__ = [
@@ -61,3 +65,80 @@ def loss_hessian_matrix_sqrt(
     if not bool(root.isfinite().all()):
         raise ValueError("The square root is not finite. Check output, target and weights for NaN.")
     return root
+
+
+def extract_patches(
+    x: Tensor,
+    kernel_size: Lengths,
+    stride: Lengths = 1,
+    padding: Padding = 0,
+    dilation: Lengths = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return the inputs seen by each output location of a convolution.
+
+    ``patches[n, o, (c, k)] = 1/G sum_g x[n, g C/G + c, o * stride + k * dilation - before]``, and
+    zero outside of the input, in 1, 2 and 3 dimensions.
+
+    Args:
+        x: Input of the convolution, ``[N, C, *I]``.
+        kernel_size: Lengths K of the kernel, a number or one for each axis.
+        stride: Steps between patches.
+        padding: Zeros on both sides of each axis, pairs of the numbers of zeros before and behind
+            each axis, "valid" (none), or "same" (the output is as long as the input; one more
+            behind than before where the number is odd).
+        dilation: Steps within a patch.
+        groups: Number G of groups of channels. Patches are averaged over groups.
+
+    Returns:
+        Patches ``[N, prod(O), C/G * prod(K)]``, in float32 for inputs in half precision.
+
+    Raises:
+        ValueError: If there are no such patches, or padding is negative: the message says why.
+    """
+    return make_patches(*_averaged(x, kernel_size, stride, padding, dilation, groups)).squeeze(2)
+
+
+def extract_averaged_patches(
+    x: Tensor,
+    kernel_size: Lengths,
+    stride: Lengths = 1,
+    padding: Padding = 0,
+    dilation: Lengths = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Return the average of ``extract_patches`` over output locations, without forming patches.
+
+    Along each axis, position k of the kernel sees the input's positions
+    ``{o * stride + k * dilation - before}``, so that the average is a product of ``x`` with one
+    0-1 matrix ``[K, I]`` for each axis (Dangel, arXiv:2307.02275, section 2): 2-3 passes over the
+    memory of ``x``.
+
+    Args:
+        x: Input of the convolution, ``[N, C, *I]``.
+        kernel_size: As those of ``extract_patches``, like all that follows.
+        stride: Steps between patches.
+        padding: Zeros around the input.
+        dilation: Steps within a patch.
+        groups: Number G of groups of channels. Patches are averaged over groups.
+
+    Returns:
+        Averages ``[N, C/G * prod(K)]``, in float32 for inputs in half precision.
+
+    Raises:
+        ValueError: If there are no such patches, or padding is negative: the message says why.
+    """
+    # the average over groups reads the input once, and leaves little to do
+    averaged, window = _averaged(x, kernel_size, stride, padding, dilation, groups)
+    return patch_sums(averaged, window).squeeze(1) / prod(window.size)
+
+
+def _averaged(x: Tensor, *options: Any) -> tuple[Tensor, Window]:
+    """Return the average over groups, and the window, which PyTorch would not refuse."""
+    window = Window.of(x, *options)
+    if min(map(min, window.pads)) < 0:
+        raise ValueError(f"padding must be at least 0, got {options[2]}. Crop the input instead.")
+    x = wide(x)
+    if window.groups > 1:
+        x = reduce(x, "n (g c) ... -> n c ...", "mean", g=window.groups)
+    return x, window._replace(groups=1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, follows, vectors_of
-from curvlinops.layers.gradients import PerSampleGradient, add_sums, merged, write_rows
+from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.losses.base import DependentLossError
@@ -29,16 +29,19 @@ from curvlinops.operators.rows import (
 from curvlinops.operators.sample_rows import (
     GradientsOfRows,
     SampleRows,
+    add_sums,
     add_transposed,
     by_sample,
     finite_by_rows,
     graph_or_rows,
     loss_gradient,
+    merged,
     multiply,
     num_rows,
     products,
     rows_of,
     shapes_of,
+    write_rows,
 )
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
@@ -212,7 +215,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Prepare products layer by layer; with a graph where parameters have no rule."""
         has_fallbacks = problem.rules(SampleBackward, type(self).__name__, True).fallbacks
         states = GeneratorStates()
-        rows = None if has_fallbacks else self._rows_of(problem)
+        rows = None if has_fallbacks else self._rows_of(problem, together=True)
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
             states.restore()
             return self._linearize(problem, single=False)
@@ -466,7 +469,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         out = space.zeros(num)
         sums = space.views(out)
         with self._batches(name) as batches:
-            for pieces, _ in self._gradients(batches):
+            for pieces, _ in self._gradients(batches, together=True):
                 add_sums(sums, pieces, of)
         self._check_finite(space.not_finite(out))
         return out / self.shape[0]

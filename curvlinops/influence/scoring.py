@@ -54,7 +54,8 @@ def scoring(
         if per_position:
             scores = products_by_position(problem, columns, type(rows).__name__)
         else:
-            scores = products(rows._rows_of(problem), columns)
+            together = type(columns) is dict  # neither of low rank nor gathered layer by layer
+            scores = products(rows._rows_of(problem, together), columns)
         return scores[..., 0] if is_vector else scores
 
     return of

@@ -1,6 +1,6 @@
 """Checks of rules: the gradients of samples have to add up to autograd's gradient."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +31,9 @@ def probe(output: Tensor) -> Tensor:
 
 
 class Comparison:
-    """Compares sums of gradients with autograd's, one after the other.
+    """Compares sums of parameters' gradients with autograd's, one stack after the other.
 
-    Args:
-        dtype: The least precise dtype in which gradients are computed.
-        eps: The relative rounding error of the output's dtype.
+    They are computed in a least precise ``dtype``; ``eps`` is the rounding error of the output's.
 
     Attributes:
         sizes: The norms of autograd's sums.
@@ -45,45 +43,36 @@ class Comparison:
         self._dtype, self._tolerance = dtype, tolerance_of(dtype)
         # sums that cancel leave rounding errors, also those of a softmax in float32
         self._noise = max(0.01 * self._tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
-        self.sizes: dict[Hashable, float] = {}
-        self._errors: dict[Hashable, float] = {}
-        self._bounds: dict[Hashable, float] = {}
-        self._loose = set[Hashable]()
+        self.sizes: dict[str, float] = {}
+        self._errors: dict[str, float] = {}
+        self._bounds: dict[str, float] = {}
+        self._loose = set[str]()
 
     def add(
         self,
-        key: Hashable,
-        sums: Tensor | None,
+        stack: Mapping[str, Any],
+        sums: Tensor,
         truth: Tensor,
-        summands: Callable[[], Tensor | None],
-        are_two_passes: bool = False,
+        summands: Callable[[Mapping[str, Any]], Tensor] | None = None,
+        of_two_passes: Collection[str] = (),
     ) -> None:
-        """Compare one sum.
+        """Compare sums ``[L, *shape]``; those of absolute ``summands`` bound larger errors.
 
         Each parameter has a scale of its own, so that a large gradient does not hide a wrong small
         one, unless both sums come from different backward passes: then gradients that cancel within
         the model differ by rounding errors of other gradients.
-
-        Args:
-            key: Its key.
-            sums: The sum of the rule's gradients; ``None`` if it is zero.
-            truth: Autograd's sum.
-            summands: Returns the sum of the absolute values of the summands of ``sums``; called
-                only if errors are not small anyway.
-            are_two_passes: Whether both sums come from different backward passes.
         """
-        size = error = float(double_norm(truth))
-        if sums is not None:
-            error = float(double_norm(sums.to(truth.device) - truth))
-        bound = self._tolerance * (size + torch.finfo(torch.float32).tiny)
-        if not error <= bound and (total := summands()) is not None:
-            bound += self._noise * float(double_norm(total))
-        self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
-        if are_two_passes:
-            self._loose.add(key)
+        self._loose.update(of_two_passes)
+        both = truth, sums.to(truth.device) - truth
+        norms = (double_norm(x.reshape(len(x), -1), 1) for x in both)
+        for key, size, error in zip(stack, *(x.tolist() for x in norms), strict=True):
+            bound = self._tolerance * (size + torch.finfo(torch.float32).tiny)
+            if not error <= bound and summands is not None:
+                bound += self._noise * float(double_norm(summands({key: stack[key]})))
+            self.sizes[key], self._errors[key], self._bounds[key] = size, error, bound
 
-    def wrong(self) -> list[Any]:
-        """Return the keys of the sums that differ."""
+    def wrong(self) -> list[str]:
+        """Return the parameters whose sums differ."""
         # kernels round to float32 also for half precision
         rounding = min(torch.finfo(x).eps for x in (self._dtype, torch.float32))
         slack = max(NOISE * rounding * max(self.sizes.values(), default=0.0), 1e-12)

@@ -13,7 +13,7 @@ from curvlinops.layers.gradients import Entries, PerSampleGradient
 from curvlinops.layers.inputs import Patches
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.patches import Window, make_patches
-from curvlinops.layers.rules import Use, contraction, reads
+from curvlinops.layers.rules import Matrices, Use, contraction, reads
 from curvlinops.support.autograd_graph import shape_of_input
 from curvlinops.support.torch_internals import shape_of_output
 
@@ -28,13 +28,23 @@ def convolution(node: Any, position: int) -> Use | None:
         return replace(use, joins_weight=not node._saved_transposed)
     if position == 0:
         return None
+    weight, groups = shape_of_input(node, 1), node._saved_groups
+    options = node._saved_stride, node._saved_padding, node._saved_dilation
     if node._saved_transposed:
-        return _transposed(node, node._saved_input, shape_of_input(node, 1))
-    weight, options = shape_of_input(node, 1), (node._saved_stride, node._saved_padding)
-    filters = _Filters(weight[2:], weight[1], (*options, node._saved_dilation))
-    samples, to_rows = (output[0],), _InGroups(node._saved_groups)
-    use = Use(samples, (0,), to_rows, filters, "_saved_input", is_product=True)
-    return replace(use, is_settled=True)
+        x = tuple(node._saved_input.shape)
+        size, more = tuple(x[2:]), node._saved_output_padding
+        window = _window_of_output(size, weight[2:], *options, more, groups)
+        return _written("_saved_input", x, weight, window)
+    return Use(
+        (output[0],),
+        (0,),
+        _InGroups(groups),
+        _Filters(weight[2:], weight[1], options),
+        "_saved_input",
+        matrices=Matrices(groups, weight[0] // groups, prod(weight[1:])),
+        is_settled=True,
+        has_groups=True,
+    )
 
 
 @reads("ConvolutionBackwardBackward0")
@@ -45,7 +55,8 @@ def convolution_backward(node: Any, position: int) -> Use | None:
     weight, groups = shape_of_input(node, 2), node._saved_groups
     options = node._saved_stride, node._saved_padding, node._saved_dilation, groups
     window = Window.of(node._saved_input, weight[2:], *options)
-    return _written(node._saved_grad_output, weight, window)
+    shape = tuple(node._saved_grad_output.shape)
+    return _written("_saved_grad_output", shape, weight, window)
 
 
 class _InGroups(NamedTuple):
@@ -78,40 +89,41 @@ class _Filters(NamedTuple):
         return OuterProducts(Patches(images, window), g, entries)
 
 
-def _transposed(node: Any, x: Tensor, weight: Sequence[int]) -> Use | None:
-    """Return matrix products of the filters with the input, and patches of the output."""
-    options = (node._saved_stride, node._saved_padding, node._saved_output_padding)
-    options, groups = (*options, node._saved_dilation), node._saved_groups
-    window, _ = _window_of_output(x.shape[2:], weight[2:], *options, groups)
-    return _written(x, weight, window)
-
-
-def _written(x: Tensor, weight: Sequence[int], window: Window) -> Use | None:
-    """Return matrix products of filters with pixels; each pixel writes a patch."""
-
-    def to_product(g: Tensor) -> Tensor:
-        patches = make_patches(g.flatten(0, 1), window)
-        return patches.unflatten(0, g.shape[:2])
-
+def _written(
+    name: str, shape: tuple[int, ...], weight: Sequence[int], window: Window
+) -> Use | None:
+    """Return matrix products of filters with pixels of a saved tensor; each writes a patch."""
+    samples, channels, *axes = shape
+    in_groups = samples, window.groups, channels // window.groups, prod(axes)
     return contraction(
         "n group in position, group in out -> n position group out",
-        rearrange(x, "n (g i) ... -> n g i (...)", g=window.groups),
+        name,
         [window.groups, weight[0] // window.groups, prod(weight[1:])],
-        to_product,
+        _PatchesOf(window),
+        in_groups,
         output_axes=(0, None, None, None),
     )
 
 
+class _PatchesOf(NamedTuple):
+    """Returns the patches of gradients of an output's images."""
+
+    window: Window
+
+    def __call__(self, g: Tensor) -> Tensor:
+        return make_patches(g.flatten(0, 1), self.window).unflatten(0, g.shape[:2])
+
+
 def _window_of_output(
-    positions: Sequence[int],
-    kernel: Sequence[int],
+    positions: tuple[int, ...],
+    kernel: tuple[int, ...],
     stride: Sequence[int],
     padding: Sequence[int],
-    output_padding: Sequence[int],
     dilation: Sequence[int],
+    output_padding: Sequence[int],
     groups: int,
-) -> tuple[Window, list[int]]:
-    """Return the patches that a transposed convolution writes, and its output's size."""
+) -> Window:
+    """Return the patches that a transposed convolution writes."""
     # the length of an axis that all patches span
     spans = [
         (count - 1) * s + d * (k - 1) + 1
@@ -121,5 +133,5 @@ def _window_of_output(
         span - 2 * p + extra for span, p, extra in zip(spans, padding, output_padding, strict=True)
     ]
     # the padding is negative where patches end before the output does
-    pads = [(p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True)]
-    return Window(kernel, stride, pads, dilation, positions, groups), size
+    pads = tuple((p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True))
+    return Window(kernel, tuple(stride), pads, tuple(dilation), positions, groups)

@@ -62,12 +62,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_second_moment(total: Tensor, rows: Tensor) -> None:
-    """Add ``rows rows^T`` to ``[G, d, d]``; of large ones little more than the upper half.
-
-    Args:
-        total: Is added to; ``mirror`` completes it.
-        rows: ``[G, d, P]``.
-    """
+    """Add ``rows rows^T`` of ``[G, d, P]``; ``mirror`` completes sums of large ones."""
     for some, _ in _quarters(total):
         _add_product(total[:, some, some.start :], rows[:, some], rows[:, some.start :])
 
@@ -92,15 +87,9 @@ def _quarters(matrix: Tensor) -> Iterator[tuple[slice, slice]]:
 def input_covariance(x: Tensor, window: Window) -> Tensor:
     """Return the second moments of patches, ``sum_{n,o} a_{no} a_{no}^T``, for each group.
 
-    By products of patches, or of the input with its own shifts, whichever takes less time.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches.
-
-    Returns:
-        Sums over samples and positions ``[G, d, d]`` with ``d = C/G * prod(K)``, symmetric, in
-        float32 for inputs in half precision.
+    The input is ``[N, C, *I]``, the result ``[G, d, d]`` with ``d = C/G * prod(K)``, in float32 for
+    half precision. By products of patches, or of the input with its own shifts, whichever takes
+    less time.
     """
     cheaper = shifts_are_cheaper(x.shape, window)
     return (covariance_by_shifts if cheaper else covariance_by_patches)(wide(x), window)
@@ -111,10 +100,6 @@ def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
 
     It does on a CPU where shifts have most positions in common, and patches are many. Both take
     the input piece by piece: memory does not count.
-
-    Args:
-        shape: The input's, ``[N, C, *I]``.
-        window: The patches.
     """
     kernel, farthest = window.kernel_size[0], window.reach(0, 1) - 1
     numbers = prod(shape[:2]) * prod(window.size) * prod(window.kernel_size)
@@ -138,12 +123,8 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
 
     The product over the core is computed once for each delta (3 instead of 6 for K = 3), those
     over the few positions in front of it and behind it one by one: ``f0``, ``f1``, ``b0``, ``b1``.
-    Nothing is subtracted, and nothing cancels.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches; along the first axis of stride 1, at least ``dilation * (K - 1)``.
-        positions: About how many positions of the output at once. Default: a fast number.
+    Nothing is subtracted, and nothing cancels. Along the first axis, the window has stride 1 and at
+    least ``dilation * (K - 1)`` positions.
     """
     kernel, *others = window.kernel_size
     channels, groups, step = x.shape[1] // window.groups, window.groups, window.dilation[0]
@@ -188,13 +169,7 @@ def covariance_by_shifts(x: Tensor, window: Window, positions: int | None = None
 
 
 def covariance_by_patches(x: Tensor, window: Window, positions: int | None = None) -> Tensor:
-    """Return ``input_covariance`` by products of patches.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches.
-        positions: About how many positions of the output at once. Default: a fast number.
-    """
+    """Return ``input_covariance`` by products of patches."""
     if positions is None:
         positions = max(_UNFOLDED // (x.shape[1] * prod(window.kernel_size)), _POSITIONS)
     (kernel, output), groups = window.axes, window.groups
@@ -211,14 +186,7 @@ def covariance_by_patches(x: Tensor, window: Window, positions: int | None = Non
 def _pieces(
     x: Tensor, window: Window, positions: int, least: int
 ) -> Iterator[tuple[Tensor, Window]]:
-    """Yield some samples at a time, or some positions of one on the first axis, padded.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches.
-        positions: About how many positions of the output at once.
-        least: The smallest number of positions on the first axis.
-    """
+    """Yield some samples at a time, or some positions of one on the first axis, padded."""
     rows = max(positions // prod(window.size[1:]), least, 1)
     samples, pieces = max(rows // window.size[0], 1), max(window.size[0] // rows, 1)
     for some in x.split(samples):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.check import probe, tolerance_of
-from curvlinops.layers.rules import Use, broadcast, reads
+from curvlinops.layers.rules import OfNode, Use, broadcast, reads
 from curvlinops.support.autograd_graph import shape_of_input
 from curvlinops.support.torch_internals import (
     input_metadata,
@@ -30,19 +30,22 @@ def add(node: Any, position: int) -> Use | None:
 @reads("MulBackward0")
 def mul(node: Any, position: int) -> Use | None:
     """``self * other``."""
-    other = node._saved_other if position == 0 else node._saved_self
-    if input_metadata(node).dtype.is_complex or other is None:
+    other = "_saved_other" if position == 0 else "_saved_self"
+    if input_metadata(node).dtype.is_complex or getattr(node, other) is None:
         return elementwise(node, position)
-    return broadcast(shape_of_input(node, position), shape_of_output(node), lambda: other)
+    return broadcast(shape_of_input(node, position), shape_of_output(node), other)
 
 
 @reads("MaskedFillBackward1")
 def masked_fill(node: Any, position: int) -> Use | None:
     """The value at the entries of a mask."""
-    mask, output = node._saved_mask, input_metadata(node)
-    kept = mask if position == 1 else ~mask
-    kept = kept.to(output.dtype)
-    return broadcast(shape_of_input(node, position), tuple(output.shape), lambda: kept)
+    slope = OfNode(_mask, (position == 1,))
+    return broadcast(shape_of_input(node, position), shape_of_output(node), slope)
+
+
+def _mask(node: Any, is_filled: bool) -> Tensor:
+    mask = node._saved_mask
+    return (mask if is_filled else ~mask).to(input_metadata(node).dtype)
 
 
 def elementwise(node: Any, position: int) -> Use | None:
@@ -76,12 +79,7 @@ def elementwise(node: Any, position: int) -> Use | None:
     largest = float(expected.abs().amax()) if expected.numel() else 0.0
     if not torch.allclose(found, expected, tolerance, 1e-3 * tolerance * largest, equal_nan=True):
         return None
-    use = broadcast(shape_of_input(node, position), full, lambda: slope)
-
-    def to_rows(g: Tensor) -> Tensor:
-        return use.to_rows(g.reshape(-1, *full))
-
-    return replace(use, to_rows=to_rows, output_shape=full)
+    return replace(broadcast(shape_of_input(node, position), full, slope), output_shape=full)
 
 
 @reads("ExpandBackward0")
@@ -98,64 +96,69 @@ def repeat(node: Any, position: int) -> Use | None:
     # each axis falls into copies and entries
     apart = tuple(length for pair in zip(counts, lengths, strict=True) for length in pair)
     single = [length for entries in lengths for length in (1, entries)]
-    use = broadcast(single, apart)
-
-    def to_rows(g: Tensor) -> Tensor:
-        return use.to_rows(g.reshape(-1, *apart))
-
-    return Use(use.row_shape, use.row_axes, to_rows, use.gradient, output_shape=apart)
+    return replace(broadcast(single, apart), output_shape=apart)
 
 
 # --- scale and shift of normalized inputs
 
 
 def _affine(
-    node: Any, position: int, normalized: Callable[[], Tensor], aligned: int = 0
+    node: Any, position: int, normalized: Callable[[Any], Callable[[], Tensor]], aligned: int = 0
 ) -> Use | None:
     """Return the use of the weight (position 1) or bias (2) that follows a normalization."""
-    slope = normalized if position == 1 else 1.0
+    slope = OfNode(normalized) if position == 1 else 1.0
     return broadcast(shape_of_input(node, position), shape_of_output(node), slope, aligned)
 
 
 @reads("NativeLayerNormBackward0")
 def layer_norm(node: Any, position: int) -> Use | None:
     """Normalized over the last axes."""
+    return _affine(node, position, _standardized)
+
+
+def _standardized(node: Any) -> Callable[[], Tensor]:
     x, mean, scale = node._saved_input, node._saved_result1, node._saved_result2
-    return _affine(node, position, lambda: (x - mean) * scale)
+    return lambda: (x - mean) * scale
 
 
 @reads("FusedRmsNormBackward0")
 def rms_norm(node: Any, position: int) -> Use | None:
     """Divided by the root mean square over the last axes."""
+    return _affine(node, position, _scaled)
+
+
+def _scaled(node: Any) -> Callable[[], Tensor]:
     x, scale = node._saved_input, node._saved_result1
-    return _affine(node, position, lambda: x * scale)
+    return lambda: x * scale
 
 
 @reads("NativeGroupNormBackward0")
 def group_norm(node: Any, position: int) -> Use | None:
     """Normalized over groups of channels."""
+    return _affine(node, position, _in_groups, len(shape_of_output(node)) - 2)
+
+
+def _in_groups(node: Any) -> Callable[[], Tensor]:
     x, mean, scale = node._saved_input, node._saved_result1, node._saved_result2
-    N, groups = node._saved_N, node._saved_group
+    sizes = node._saved_N, node._saved_group
 
     def normalized() -> Tensor:
-        values = x.reshape(N, groups, -1)
-        values = (values - mean.reshape(N, groups, 1)) * scale.reshape(N, groups, 1)
-        return values.reshape(x.shape)
+        values = x.reshape(*sizes, -1) - mean.reshape(*sizes, 1)
+        return (values * scale.reshape(*sizes, 1)).reshape(x.shape)
 
-    return _affine(node, position, normalized, len(shape_of_output(node)) - 2)
+    return normalized
 
 
 @reads("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
 def batch_norm(node: Any, position: int) -> Use | None:
     """Normalized by running statistics; those of the batch would couple the samples."""
-    is_training = getattr(node, "_saved_training", True)
-    if is_training:
+    if getattr(node, "_saved_training", True):
         return None
+    return _affine(node, position, _by_statistics, len(shape_of_output(node)) - 2)
+
+
+def _by_statistics(node: Any) -> Callable[[], Tensor]:
     x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
-    shape = -1, *(1,) * (len(shape_of_output(node)) - 2)
-
-    def normalized() -> Tensor:
-        return (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()
-
-    return _affine(node, position, normalized, len(shape) - 1)
+    shape = -1, *(1,) * (x.ndim - 2)
+    return lambda: (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()

@@ -1,9 +1,8 @@
 """Tables whose rows, or entries, are looked up."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -11,9 +10,10 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
 from curvlinops.layers.gradients import BYTES, Entries, LowRank, PerSampleGradient, dense
-from curvlinops.layers.rules import Use, reads
+from curvlinops.layers.rules import Matrices, Use, reads
 from curvlinops.support.autograd_graph import shape_of_input
-from curvlinops.support.torch_internals import input_metadata, signed
+from curvlinops.support.norms import wide
+from curvlinops.support.torch_internals import input_metadata, shape_of_output, signed
 
 
 @reads("EmbeddingBackward0")
@@ -21,15 +21,31 @@ def embedding(node: Any, position: int) -> Use | None:
     """Rows of a table. The gradient of the padding row is zero."""
     if node._saved_scale_grad_by_freq:
         return None
-    indices = node._saved_indices
+    *rows, width = shape_of_output(node)
     return Use(
-        tuple(indices.shape),
-        tuple(range(indices.ndim)),
-        to_rows=lambda g: g,
-        gradient=partial(EmbeddingGradient, padding=signed(node._saved_padding_idx)),
-        other=indices,
-        is_product=True,
+        tuple(rows),
+        tuple(range(len(rows))),
+        to_rows=wide,
+        gradient=_Rows(num_rows := shape_of_input(node, 0)[0], signed(node._saved_padding_idx)),
+        other="_saved_indices",
+        matrices=Matrices(1, width, num_rows, are_lookups=True),
+        is_settled=True,
     )
+
+
+class _Rows(NamedTuple):
+    """Returns gradients of a table whose rows are looked up.
+
+    Attributes:
+        num_rows: The number of the table's rows.
+        padding: The row that is a constant; -1 for none.
+    """
+
+    num_rows: int
+    padding: int
+
+    def __call__(self, indices: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:
+        return EmbeddingGradient(indices, g, entries, self.padding)
 
 
 @reads("IndexBackward0")
@@ -93,18 +109,12 @@ def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
         to_rows=lambda g: g.reshape(len(g), *row_shape, size),
         gradient=EmbeddingGradient,
         other=indices,
-        is_product=True,
+        matrices=Matrices(1, size, num_rows * width // max(size, 1), are_lookups=True),
     )
 
 
 def _are_whole(rows: Tensor, columns: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether a table's rows were looked up as a whole.
-
-    Args:
-        rows: The row of each entry that was looked up.
-        columns: The column of each entry.
-        shape: The table's shape.
-    """
+    """Return whether a table's rows were looked up as a whole."""
     if columns.shape[1 - len(shape) :] != shape[1:]:
         return False
     width = prod(shape[1:])

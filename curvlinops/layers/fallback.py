@@ -1,4 +1,4 @@
-"""Gradients of single samples, one sample at a time: without rules, and for losses with graphs.
+"""Gradients of single samples without rules, one sample at a time.
 
 Each sample is a batch of its own, by ``vmap`` over the samples where the model allows that, else
 sample by sample. Where a batch cannot be cut, gradients pass the graph of the whole batch, which
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import vjp_columns
-from curvlinops.layers.check import Comparison, tolerance_of
+from curvlinops.layers.check import Comparison
 from curvlinops.layers.gradients import DenseGradient, Piece, chunks
-from curvlinops.linear_operator.space import Columns, ParameterSpace, add
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.checks.coupling import COUPLED, differs
 from curvlinops.risk.data import Batch
-from curvlinops.risk.derivatives import evaluate, gradient
-from curvlinops.support.columns import flat
 from curvlinops.support.pytree import has_length, leaves, map_leaves, select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.warnings import first_line
@@ -30,11 +28,6 @@ _LOGGER = logging.getLogger("curvlinops")
 
 def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[str, str]) -> None:
     """Refuse sharded parameters whose gradients are computed sample by sample.
-
-    Args:
-        problem: The model on a batch.
-        names: The parameters.
-        reasons: Why they are.
 
     Raises:
         NotImplementedError: If one of them is sharded.
@@ -103,16 +96,7 @@ class OneByOne:
         u: Tensor,
         names: list[str],
     ) -> Iterator[Piece]:
-        """Yield the gradients of some samples at a time.
-
-        Args:
-            problem: The model on the batch.
-            apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
-            output: The model's output, samples first.
-            num_samples: Their number.
-            u: The vectors to backpropagate, ``[V, *output]``.
-            names: The parameters.
-        """
+        """Yield the gradients of some samples; ``apply`` adds those of ``[K, *output]``."""
         space = problem.space.restricted(names)
         sizes = num_samples, len(output) // max(num_samples, 1)
         output, u = output.unflatten(0, sizes), u.unflatten(1, sizes)
@@ -182,8 +166,8 @@ def _in_a_loop(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, with a forward pass for each sample."""
     problem, rows = task.problem, []
     for n in range(task.samples.start, task.samples.stop):
-        alone = _alone(problem, n, *task.output.shape[:2])
-        with alone.recording("once") as (_, leaves, output):
+        one = sample_alone(problem, n, *task.output.shape[:2])
+        with one.recording("once") as (_, leaves, output):
             task.check_output(output.unsqueeze(0), slice(n, n + 1))
             inputs = {name: leaves[name] for name in task.space.names}
             rows.append(vjp_columns({"": output}, {"": task.u[:, n]}, inputs))
@@ -216,147 +200,24 @@ def _check_gradients(gradients: Columns, task: _Task) -> None:
     dtype = task.output.dtype
     comparison = Comparison(dtype, torch.finfo(dtype).eps)
     for name, x in gradients.items():
-        comparison.add(name, x.sum(1), truth[name], lambda x=x: x.abs().sum(1), True)
+        sums, total = x.sum(1)[None], truth[name][None]
+        comparison.add({name: x}, sums, total, _absolute_sums, of_two_passes=[name])
     if comparison.wrong():
         raise InteractingError(f"{COUPLED} (Samples alone have other gradients.)")
 
 
-def _alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> BatchProblem:
+def _absolute_sums(gradients: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack([x.abs().sum(1) for x in gradients.values()])
+
+
+def sample_alone(problem: BatchProblem, n: int, num_samples: int, num_rows: int) -> BatchProblem:
     """Return the problem on a batch that consists of one sample.
 
     Tensors whose first axis numbers the samples are cut, and targets whose first axis numbers the
     rows of the output; what is one tensor in X and y (points at which a loss differentiates) stays
     one.
-
-    Args:
-        problem: The problem on the whole batch.
-        n: The sample.
-        num_samples: The number of samples.
-        num_rows: The number of rows of the output for each sample.
     """
     X, y = select_samples((problem.batch.X, problem.batch.y), slice(n, n + 1), num_samples)
     if num_rows > 1:
         y = select_samples(y, slice(n * num_rows, (n + 1) * num_rows), num_samples * num_rows)
     return problem.on(Batch(problem.batch.index, X, y))
-
-
-# --- losses that are no function of the output alone
-
-
-class LossesOneByOne:
-    """Computes gradients of losses that are no function of the output alone, sample by sample.
-
-    Such a loss differentiates the output with respect to the input (a PINN), or uses the
-    parameters itself (weight decay). A sample's loss is the loss of a batch that consists of this
-    sample alone. On the first batch with several samples, the gradients must add up to the gradient
-    of the whole batch.
-
-    Args:
-        name: Names the operator in messages.
-
-    Attributes:
-        fallbacks: Why parameters are treated sample by sample.
-    """
-
-    #: A check of one operator's data does not hold for another operator's data.
-    is_shared = False
-
-    def __init__(self, name: str):
-        self._name = name
-        self._checked = False
-        self.fallbacks: dict[str, str] = {}
-
-    def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece], Tensor]:
-        """Return a batch's number of samples, the gradients of some at a time, and its weight."""
-        names = problem.space.names
-        check_layers(problem, names, dict.fromkeys(names, _reason(problem)))
-        self._say(problem)
-        output = evaluate(problem)
-        num_samples = problem.samples_of(output)
-        sizes = num_samples, len(output) // max(num_samples, 1)
-        if num_samples > 1 and not self._checked:
-            _check_sum(problem, *sizes)
-            self._checked = True
-        return num_samples, _loss_gradients(problem, *sizes), problem.weight(output)
-
-    def _say(self, problem: BatchProblem) -> None:
-        if self.fallbacks:
-            return
-        reason = _reason(problem)
-        self.fallbacks = dict.fromkeys(problem.space.names, reason)
-        _LOGGER.warning(
-            "%s: gradients are computed sample by sample: %s. If it differentiates the output, let "
-            "the model return the derivatives: then they take one pass (see the page PINNs).",
-            self._name,
-            reason,
-        )
-
-
-def _reason(problem: BatchProblem) -> str:
-    return f"{problem.loss.name} differentiates the model's output, or uses the parameters itself"
-
-
-def _loss_gradients(problem: BatchProblem, num_samples: int, num_rows: int) -> Iterator[Piece]:
-    for samples in chunks(num_samples, problem.space.dim):
-        out = problem.space.views(problem.space.zeros(samples.stop - samples.start))
-        for i, n in enumerate(range(samples.start, samples.stop)):
-            add(out, slice(i, i + 1), _loss_gradient(problem, n, num_samples, num_rows)[1])
-        yield samples, {name: DenseGradient(x.unsqueeze(0)) for name, x in out.items()}
-
-
-def _loss_gradient(
-    problem: BatchProblem, n: int, num_samples: int, num_rows: int
-) -> tuple[Tensor, Columns]:
-    """Return the loss of one sample, and its gradient (one column); see ``_alone``."""
-    alone = _alone(problem, n, num_samples, num_rows)
-
-    def loss(output: Tensor) -> tuple[Tensor, Tensor]:
-        if len(output) != num_rows:
-            raise ValueError(
-                f"the batch cannot be cut. Its tensors with a first axis of length {num_samples} "
-                f"were, and the model still returned {len(output)} outputs. Let the data yield "
-                "such tensors, in dictionaries, lists or tuples, or batches of single samples."
-            )
-        return alone.loss_sum(output)
-
-    try:
-        value, columns, _ = gradient(alone, loss)
-    except Exception as error:  # a user's model or loss may raise anything
-        if not is_refusal(error):
-            raise
-        raise ValueError(
-            f"{_reason(problem)}: its gradients are computed one sample at a time, which fails for "
-            f"sample {n} of batch {problem.batch.index}: {error}"
-        ) from error
-    return value, columns
-
-
-def _joined(columns: Columns) -> Tensor:
-    return torch.cat([flat(x) for x in columns.values()], 1)
-
-
-def _check_sum(problem: BatchProblem, num_samples: int, num_rows: int) -> None:
-    """Compare the samples' losses and their gradients with those of the batch.
-
-    Raises:
-        ValueError: If they do not add up.
-    """
-    total, columns, _ = gradient(problem, problem.loss_sum)
-    rest, size = _joined(columns), 0.0
-    value, largest = total.double(), 0.0
-    for n in range(num_samples):
-        loss, columns = _loss_gradient(problem, n, num_samples, num_rows)
-        row = _joined(columns)
-        rest -= row
-        value, largest = value - loss.double(), largest + float(loss.double().abs())
-        size += float(row.double().norm())
-    tolerance = max(tolerance_of(leaf.dtype) for leaf in problem.leaves().values())
-    off = float(rest.double().norm()) > tolerance * size + 1e-12
-    if off or float(value.abs()) > tolerance * largest + 1e-12:
-        raise ValueError(
-            f"The loss {problem.loss.name} of batch {problem.batch.index}, or its gradient, is not "
-            f"the {problem.loss.reduction} over the losses of its {num_samples} samples alone, so "
-            "that gradients of single samples are not defined: it couples the samples, or has a "
-            "part that belongs to none of them. (With reduction='mean', weight decay is a part of "
-            "each sample's loss; with reduction='sum', multiply it by the number of samples.)"
-        )

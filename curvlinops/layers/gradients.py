@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from curvlinops.linear_operator.space import Columns, add
 from curvlinops.structured.layout import ParameterView
 
 #: Temporary tensors are kept below this size, where a quantity can be computed in parts.
@@ -94,12 +93,15 @@ class PerSampleGradient(ABC):
         num_samples: N.
         entries: The entries of the parameter of which there are gradients; others are zero.
         kronecker_shape: The ``KroneckerShape`` of sums of outer products, ``None`` for others.
+        parts: The parameters of which there are gradients side by side, and their entries; empty
+            for those of one parameter.
     """
 
     num_vectors: int
     num_samples: int
     entries: Entries
     kronecker_shape: tuple | None = None
+    parts: "tuple[tuple[str, Entries], ...]" = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -310,50 +312,6 @@ def chunks(num_samples: int, size: int) -> Iterator[slice]:
     step = max(BYTES // max(4 * size, 1), 1)
     for start in range(0, max(num_samples, 1), step):
         yield slice(start, min(start + step, num_samples))
-
-
-def write_rows(
-    pieces: Iterable[Piece],
-    out: Columns,
-    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
-) -> None:
-    """Write the gradients of all samples to ``{name: [M, *shape]}``.
-
-    Args:
-        pieces: The gradients. They leave their dictionaries, which gives memory back on the way.
-        out: The tensors that they are written to.
-        view: Returns the view ``[V, N, *]`` of rows ``[M, *]`` that is written to. Default: all
-            rows, for the only vector.
-    """
-    for samples, gradients in pieces:
-        for name in list(gradients):
-            gradient, rows = gradients.pop(name), view(out[name])[:, samples]
-            for some in gradient.slices():
-                gradient.write(some, rows[:, some])
-
-
-def add_sums(
-    out: Columns, pieces: Iterable[Piece], of: Callable[[PerSampleGradient], Tensor]
-) -> None:
-    """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
-    for _, gradients in pieces:
-        for name, gradient in gradients.items():
-            add(out, slice(None), {name: of(gradient)})
-
-
-def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:
-    """Return the gradients of all samples; those of several pieces are written side by side."""
-    by_name: dict[str, list[PerSampleGradient]] = {}
-    for _, gradients in pieces:
-        for name, gradient in gradients.items():
-            by_name.setdefault(name, []).append(gradient)
-    return {name: _side_by_side(gradients) for name, gradients in by_name.items()}
-
-
-def _side_by_side(gradients: list[PerSampleGradient]) -> PerSampleGradient:
-    if len(gradients) == 1:
-        return gradients[0]
-    return DenseGradient(torch.cat([gradient.rows(slice(None)) for gradient in gradients], 1))
 
 
 def squared_sum(vectors: Tensor) -> Tensor:

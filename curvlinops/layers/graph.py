@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.support.autograd_graph import graph_nodes, is_custom, is_python
 from curvlinops.support.pytree import leaves as tensors_in
-from curvlinops.support.torch_internals import function_of, outputs_of, plain_values, saved_values
+from curvlinops.support.torch_internals import function_of, node_facts
 
 #: The number of known graphs that are compared with one: those of a model that drops layers at
 #: random are many, and all begin alike.
@@ -50,7 +50,7 @@ class Graph:
             return None
         nodes = [*[...] * (len(self._records) - 1), output.grad_fn, None]  # at -1 for no node
         try:
-            for number, kind, sources, facts in self._records:
+            for number, kind, sources, read, facts in self._records:
                 node = nodes[number]
                 edges = node.next_functions
                 if len(edges) != len(sources) or (type(node) is not kind and _kind(node) != kind):
@@ -60,7 +60,7 @@ class Graph:
                         nodes[place] = source
                     if nodes[place] is not source or index != expected:
                         return None
-                if sources and _facts(node) != facts:
+                if sources and read(node) != facts:
                     return None
                 if not sources and facts is not None and node.variable is not parameters[facts]:
                     return None
@@ -94,7 +94,8 @@ def _is_leaf(node: Any) -> bool:
 
 def _record(node: Any, numbers: Mapping[Any, int], name: str | None) -> tuple:
     sources = [(numbers[source], index) for source, index in node.next_functions]
-    return _kind(node), sources, _facts(node) if sources else name
+    read = node_facts(type(node)) if sources else None
+    return _kind(node), sources, read, name if read is None else read(node)
 
 
 def _kind(node: Any) -> type | str:
@@ -104,10 +105,3 @@ def _kind(node: Any) -> type | str:
         return f"{function.__module__}.{function.__qualname__}"
     name = node.name().rpartition("::")[2]
     return type(node) if type(node).__name__ == name else name
-
-
-def _facts(node: Any) -> tuple:
-    """Return shapes and dtypes, plain arguments, and whether hooks have replaced saved tensors."""
-    held = [getattr(x, "data", None) for x in saved_values(node)]
-    is_tensor = [None if x is None else isinstance(x, Tensor) for x in held]
-    return [(x.shape, x.dtype) for x in outputs_of(node)], plain_values(node), is_tensor

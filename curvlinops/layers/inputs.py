@@ -49,11 +49,7 @@ class Inputs(ABC):
         return torch.cat([self[some].sum(1) for some in self.slices()])
 
     def prefers_convolution(self, g: Tensor) -> bool:
-        """Return whether gradients of filters by a convolution are faster than with the inputs.
-
-        Args:
-            g: Output gradients ``[V, N, S, G, O]``.
-        """
+        """Return whether gradients of filters by a convolution are faster than with the inputs."""
         return False
 
 
@@ -137,10 +133,6 @@ class Patches(Inputs):
         """Return each sample's gradient of the filters, ``[n, G, O, channels * kernel]``.
 
         By PyTorch's own batching rule for convolutions, without patches.
-
-        Args:
-            samples: Some samples.
-            g: Their gradients of the output, ``[n, images * positions, G, O]``.
         """
         images, window = self.images[samples], self.window
         S, P = images.shape[1], prod(window.size)

@@ -1,13 +1,14 @@
 """Products with a matrix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from curvlinops.layers import rules
-from curvlinops.layers.rules import Use, contraction, reads
+from curvlinops.layers.rules import OfNode, Use, contraction, reads
 from curvlinops.support.autograd_graph import shape_of_input
 from curvlinops.support.torch_internals import shape_of_output
 
@@ -84,16 +85,17 @@ def dot(node: Any, position: int) -> Use | None:
 @reads("TrilinearBackward0")
 def bilinear(node: Any, position: int) -> Use | None:
     """``out_k = input1^T weight_k input2``."""
-    first, second = node._saved_i1, node._saved_i3
+    first, second = node._saved_i1.shape, node._saved_i3.shape
     axes = [list(node._saved_expand1), list(node._saved_expand2), list(node._saved_expand3)]
     if position != 1 or axes != [[1, 3], [0], [1, 2]]:
         return None
+    shape, weight = (*first, second[-1]), shape_of_input(node, 1)
+    return contraction("n i j, o i j -> n o", OfNode(_inputs_of_both), weight, x_shape=shape)
 
-    def product() -> Tensor:
-        return first.unsqueeze(-1) * second.unsqueeze(-2)
 
-    shape = (*first.shape, second.shape[-1])
-    return contraction("n i j, o i j -> n o", product, shape_of_input(node, 1), x_shape=shape)
+def _inputs_of_both(node: Any) -> Callable[[], Tensor]:
+    first, second = node._saved_i1, node._saved_i3
+    return lambda: first.unsqueeze(-1) * second.unsqueeze(-2)
 
 
 def _factor(node: Any, left: bool, other: str, scale: float = 1) -> Use | None:
@@ -122,6 +124,7 @@ class _Product(NamedTuple):
         return g if self.scale == 1 else g * self.scale
 
 
+@lru_cache(maxsize=256)  # many layers are equal
 def factor(
     other: str,
     output: Sequence[int],
@@ -132,13 +135,8 @@ def factor(
 ) -> Use | None:
     """Return the use of w in ``w @ x`` or ``x @ w``; axes of length one in front are broadcast.
 
-    Args:
-        other: The attribute of the node that is x.
-        output: The shape of the product, ``[*batch, *, *]``.
-        w_shape: The shape of w. It may lack axes in front.
-        left: Whether w is the left factor.
-        scale: A scale of the product. It multiplies gradients, which are there for a short time.
-        batch: The axes of the batch that the node sees as one. Default: it sees the axes.
+    The node sees the axes of a ``batch``, those of the output in front, as one axis. A scale
+    multiplies gradients, which are there for a short time.
     """
     batch, (*_, rows, columns) = tuple(output[:-2] if batch is None else batch), output
     names = [f"b{axis}" for axis in range(len(batch))]

@@ -303,11 +303,6 @@ def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
 
     The order of their axes in memory decides with which factor they are multiplied first, so that
     they need no copy.
-
-    Args:
-        g: Output gradients ``[V, n, S, G, O]``.
-        x: Inputs ``[n, S, G, I]``.
-        matrices: The matrices, ``[K, G, O, I]``.
     """
     if matrices.shape[1] > 1:
         products = torch.einsum("nsgi,kgoi->nskgo", x, matrices)

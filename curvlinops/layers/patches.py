@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from einconv.utils import get_conv_output_size, get_conv_paddings
-from einops import rearrange, reduce
+from einops import rearrange
 from torch import Tensor
 
 from curvlinops.support.norms import wide
@@ -76,7 +76,7 @@ class Window(NamedTuple):
         for name, values in (("kernel_size", kernel), ("stride", stride), ("dilation", dilation)):
             if min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}.")
-        pads = both_sides(padding, kernel, stride, dilation)
+        pads = tuple(both_sides(padding, kernel, stride, dilation))
         size = tuple(
             get_conv_output_size(length + sum(pair), k, s, 0, d)
             for length, pair, k, s, d in zip(
@@ -146,93 +146,8 @@ def both_sides(
     ]
 
 
-def extract_patches(
-    x: Tensor,
-    kernel_size: Lengths,
-    stride: Lengths = 1,
-    padding: Padding = 0,
-    dilation: Lengths = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Return the inputs seen by each output location of a convolution.
-
-    ``patches[n, o, (c, k)] = 1/G sum_g x[n, g C/G + c, o * stride + k * dilation - before]``, and
-    zero outside of the input, in 1, 2 and 3 dimensions.
-
-    Args:
-        x: Input of the convolution, ``[N, C, *I]``.
-        kernel_size: Lengths K of the kernel, a number or one for each axis.
-        stride: Steps between patches.
-        padding: Zeros on both sides of each axis, pairs of the numbers of zeros before and behind
-            each axis, "valid" (none), or "same" (the output is as long as the input; one more
-            behind than before where the number is odd).
-        dilation: Steps within a patch.
-        groups: Number G of groups of channels. Patches are averaged over groups.
-
-    Returns:
-        Patches ``[N, prod(O), C/G * prod(K)]``, in float32 for inputs in half precision.
-
-    Raises:
-        ValueError: If there are no such patches, or padding is negative: the message says why.
-    """
-    return make_patches(*_averaged(x, kernel_size, stride, padding, dilation, groups)).squeeze(2)
-
-
-def extract_averaged_patches(
-    x: Tensor,
-    kernel_size: Lengths,
-    stride: Lengths = 1,
-    padding: Padding = 0,
-    dilation: Lengths = 1,
-    groups: int = 1,
-) -> Tensor:
-    """Return the average of ``extract_patches`` over output locations, without forming patches.
-
-    Along each axis, position k of the kernel sees the input's positions
-    ``{o * stride + k * dilation - before}``, so that the average is a product of ``x`` with one
-    0-1 matrix ``[K, I]`` for each axis (Dangel, arXiv:2307.02275, section 2): 2-3 passes over the
-    memory of ``x``.
-
-    Args:
-        x: Input of the convolution, ``[N, C, *I]``.
-        kernel_size: As those of ``extract_patches``, like all that follows.
-        stride: Steps between patches.
-        padding: Zeros around the input.
-        dilation: Steps within a patch.
-        groups: Number G of groups of channels. Patches are averaged over groups.
-
-    Returns:
-        Averages ``[N, C/G * prod(K)]``, in float32 for inputs in half precision.
-
-    Raises:
-        ValueError: If there are no such patches, or padding is negative: the message says why.
-    """
-    # the average over groups reads the input once, and leaves little to do
-    averaged, window = _averaged(x, kernel_size, stride, padding, dilation, groups)
-    return patch_sums(averaged, window).squeeze(1) / prod(window.size)
-
-
-def _averaged(x: Tensor, *options: Any) -> tuple[Tensor, Window]:
-    """Return the average over groups, and the window, which PyTorch would not refuse."""
-    window = Window.of(x, *options)
-    if min(map(min, window.pads)) < 0:
-        raise ValueError(f"padding must be at least 0, got {options[2]}. Crop the input instead.")
-    x = wide(x)
-    if window.groups > 1:
-        x = reduce(x, "n (g c) ... -> n c ...", "mean", g=window.groups)
-    return x, window._replace(groups=1)
-
-
 def patch_sums(x: Tensor, window: Window) -> Tensor:
-    """Return the sums of patches over output locations for each group, without forming patches.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches.
-
-    Returns:
-        Sums ``[N, G, C/G * prod(K)]``, in float32 for inputs in half precision.
-    """
+    """Return the sums of patches over output locations, ``[N, G, C/G * prod(K)]``."""
     x, lengths = wide(x), x.shape[2:]
     samples, channels, kernel = *x.shape[:2], prod(window.kernel_size)
     matrices = [_seen(window, axis, length, x) for axis, length in enumerate(lengths)]
@@ -247,12 +162,7 @@ def patch_sums(x: Tensor, window: Window) -> Tensor:
 
 
 def make_patches(x: Tensor, window: Window) -> Tensor:
-    """Return the patch of each output position, ``[N, positions, groups, channels * kernel]``.
-
-    Args:
-        x: Input ``[N, C, *I]``.
-        window: The patches.
-    """
+    """Return the patch of each output position, ``[N, positions, groups, channels * kernel]``."""
     kernel, output = window.axes
     view, groups = view_patches(pad(x, window.pads), window), window.groups
     # positions last in memory: long runs to copy

@@ -4,10 +4,15 @@ For when two graphs are the same see ``Graph``. Graphs whose uses depend on the 
 are read anew.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from curvlinops.layers.reading import ParameterUse
+from curvlinops.support.torch_internals import input_metadata
 
 Fact = TypeVar("Fact")
 
@@ -18,21 +23,41 @@ class Plan:
     Attributes:
         uses: The uses.
         read: The same, and the lookups in tables of which they are functions.
+        stacks: The same, with equal ones together, which can be computed at once.
         unread: The parameters that meet data at a node whose rule is not known.
     """
 
     def __init__(self, uses: Iterable[ParameterUse], unread: Iterable[str]):
         self.uses, self.unread = tuple(uses), frozenset(unread)
         self.read = (*self.uses, *(use.lookup for use in self.uses if use.lookup is not None))
+        self.stacks: tuple[tuple[ParameterUse, ...], ...] = ()
         self._facts: dict[Hashable, Any] = {}
+
+    def find_stacks(self, nodes: Sequence[Any], others: Mapping[ParameterUse, Any]) -> None:
+        """Find equal uses, given the nodes and the other factors of one of the graphs."""
         kinds: dict[Hashable, int] = {}
+        stacks: dict[Hashable, list[ParameterUse]] = {}
         for use in self.uses:
-            if use.use.is_settled and use.entries is not None:
-                of = use.use, use.samples, use.shape
-                use.kind = kinds.setdefault(of, len(kinds))
+            factor = facts_of(others[use])
+            is_dense = factor is None or torch.strided in factor
+            has_groups = use.use.is_settled and use.use.has_groups and prod(use.shape) > 0
+            if is_dense and has_groups and use.entries is not None:
+                of = input_metadata(nodes[use.node])
+                output = tuple(of.shape), of.dtype, of.device
+                facts = use.use, use.samples, use.shape, output, factor
+                use.kind, use.factor = kinds.setdefault(facts, len(kinds)), factor
+            stacks.setdefault(use if use.kind is None else use.kind, []).append(use)
+        self.stacks = tuple(map(tuple, stacks.values()))
 
     def known(self, key: Hashable, find: Callable[[], Fact]) -> Fact:
         """Return what another class found out about the uses, by a key of its own."""
         if key not in self._facts:
             self._facts[key] = find()
         return self._facts[key]
+
+
+def facts_of(other: Any) -> tuple | None:
+    """Return what must be equal of uses' other factors; ``None`` if the graph shows it."""
+    if not isinstance(other, Tensor):
+        return None
+    return other.shape, other.dtype, other.device, other.layout

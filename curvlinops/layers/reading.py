@@ -4,7 +4,7 @@ Each node of the graph names its operation, and has saved the tensors that its b
 A *use* is a node at which a parameter, or a function of parameters alone, meets data.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -13,11 +13,13 @@ from typing import Any
 from torch.autograd.graph import GradientEdge
 
 from curvlinops.layers.elementwise import elementwise
+from curvlinops.layers.factors import KroneckerShape
 from curvlinops.layers.gradients import Entries
 from curvlinops.layers.linear import factor
 from curvlinops.layers.rules import RULES, Use, uses_of
 from curvlinops.layers.sample_axis import SampleAxis
 from curvlinops.layers.views import COPIES, RESHAPES, ViewOf, is_view
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.autograd_graph import has_plain_shape, is_custom, shape_of_input
 from curvlinops.support.torch_internals import input_metadata, shape_of_output
 
@@ -52,9 +54,11 @@ class ParameterUse:
         lookup: The lookup in a table at constant indices, such as those of positions, whose rows
             the argument is a function of, row by row; ``None`` without.
         name: The parameter. The argument may depend on others, too.
+        whole: The shape of the parameter.
         expanded: The node that expands the argument for a product of batches; ``None`` without.
         samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
         kind: Equal for uses of parameters that can be computed together; ``None`` for others.
+        factor: What the kind knows of the other factor, see ``facts_of``.
     """
 
     call: int
@@ -66,14 +70,40 @@ class ParameterUse:
     view_of: ViewOf | None
     lookup: "ParameterUse | None"
     name: str
+    whole: tuple[int, ...]
     expanded: int | None = None
     samples: SampleAxis | None = None
     kind: int | None = None
+    factor: Hashable = None
 
     @cached_property
     def entries(self) -> Entries | None:
         """The entries of a parameter that the argument is, in the order of gradients."""
         return self.view_of and self.view_of.entries(self.use)
+
+    @property
+    def view(self) -> ParameterView:
+        """The entries of the parameter that are used, in its order."""
+        view = ParameterView.whole(self.name, self.whole)
+        return view if self.entries is None else self.entries.view.in_order
+
+    @property
+    def is_product(self) -> bool:
+        """Whether the argument, or what it is added to, is a matrix of a product."""
+        use, shape = self.use, self.kronecker_shape
+        return use.is_bias or use.matrices is not None or shape is not None
+
+    @property
+    def kronecker_shape(self) -> KroneckerShape | None:
+        """The shape of gradients by position, ``None`` if they have no Kronecker factors."""
+        use = self.use
+        if self.entries is None:
+            is_lookup = use.matrices is None and not use.is_bias and self.samples is not None
+            return self.lookup.kronecker_shape if self.lookup and is_lookup else None
+        view = self.entries.view
+        if use.is_bias:
+            return KroneckerShape(1, view.size, 1, view, is_bias=True)
+        return use.matrices and use.matrices.shape_of(view)
 
     def asked(self, nodes: Sequence[Any]) -> Use | None:
         """Return the use in an equal graph, ``None`` if it is another one there."""
@@ -91,13 +121,7 @@ class ParameterUse:
 def uses_at(
     node: Any, position: int, expanded: Any = None
 ) -> tuple[list[Use] | None, GradientEdge]:
-    """Return the uses of an input, and the function of parameters that they are uses of.
-
-    Args:
-        node: The node.
-        position: The position of the input.
-        expanded: The node that expands the input for a product of batches; ``None`` without.
-    """
+    """Return the uses of an input, perhaps an expanded one, and what they are uses of."""
     if expanded is not None:
         left = position == len(node.next_functions) - 2
         source = GradientEdge(*expanded.next_functions[0])
@@ -123,13 +147,7 @@ IsFunction = Callable[[Any, Signature], bool | None]
 
 
 class Reading:
-    """The uses of parameters in a graph.
-
-    Args:
-        order: All nodes of the graph, inputs before what uses them.
-        leaves: The leaves of the graph that are parameters, and their names.
-        shapes: The shapes of the parameters, in their order.
-        is_function: Tells functions of parameters from uses.
+    """The uses of parameters in a graph, given its nodes, and what tells functions from uses.
 
     Attributes:
         uses: The uses.
@@ -200,7 +218,7 @@ class Reading:
                 part = view if use.part is None else view.select(0, use.part)
                 place = call, number, position, use, argument, shape, part
                 self.uses += [
-                    ParameterUse(*place, lookup, name, numbers.get(expanded))
+                    ParameterUse(*place, lookup, name, self._shapes[name], numbers.get(expanded))
                     for name, lookup in lookups.items()
                 ]
 
@@ -283,7 +301,8 @@ class Reading:
                 table, output = node.next_functions[0]
                 argument = (self._numbers[table], output), shape_of_output(table, output)
                 view = self.view_of(table, output)
-                return use and ParameterUse(place, place, 0, use, *argument, view, None, name)
+                of_table = *argument, view, None, name, self._shapes[name]
+                return use and ParameterUse(place, place, 0, use, *of_table)
             sources = [x for x in node.next_functions if x[0] is not None]
             if len(sources) != 1:
                 return None

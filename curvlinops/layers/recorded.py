@@ -19,12 +19,13 @@ from curvlinops.layers.gradients import (
     PerSampleGradient,
     PulledBackGradient,
     sum_of,
+    total,
 )
 from curvlinops.layers.graph import Graph, graph_of
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.layers.plan import Plan
+from curvlinops.layers.plan import Plan, facts_of
 from curvlinops.layers.reading import LOOKUPS, PRODUCTS, ParameterUse, Reading, Signature
-from curvlinops.layers.rules import Use
+from curvlinops.layers.rules import OfNode, Use, summed, times
 from curvlinops.layers.sample_axis import TABLE, Constant, SampleAxis, reshaped, sample_axes
 from curvlinops.layers.views import RESHAPES, ViewOf
 from curvlinops.risk.batch_problem import BatchProblem
@@ -47,13 +48,9 @@ _ONE_SAMPLE = SampleAxis(0, 1, 1)
 
 
 class RecordedBatch:
-    """One forward pass and the uses of parameters in its graph.
+    """One forward pass and the uses of parameters in its graph, which is added to the known ones.
 
-    Args:
-        problem: The model on a batch.
-        names: The parameters.
-        graphs: The known graphs. If none is that of this pass, it is added.
-        tracks_inputs: Whether the graph shows what depends on real numbers in X.
+    With ``tracks_inputs``, the graph shows what depends on real numbers in X.
 
     Attributes:
         names: The parameters.
@@ -103,7 +100,7 @@ class RecordedBatch:
         """Let the problem learn from the output, if it is the model's first."""
         if self._problem.is_first:
             with self._evaluation.active():
-                self._problem.learn_from(self.output, self._leaves, must_depend=False)
+                self._problem.learn_from(self.output, self._leaves, False, self.nodes)
 
     def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
         """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
@@ -115,9 +112,10 @@ class RecordedBatch:
             if any(known and not before.get(signature) for signature, known in roles.items()):
                 for graph in [*graphs]:  # some may have taken it for a use
                     graph.plans.clear()
-            if is_sure:
-                plans[same] = plan
             self._holds(plan)
+            plan.find_stacks(self.nodes, self.others)
+            if is_sure:  # other threads use it from now on
+                plans[same] = plan
         self.plan, self.uses = plan, [*plan.uses]
 
     def _holds(self, plan: Plan) -> bool:
@@ -131,7 +129,12 @@ class RecordedBatch:
                         return False
                     self._asked[use] = rule
                 other, node = rule.other, self.nodes[use.node]
-                self.others[use] = saved(node, other) if isinstance(other, str) else other
+                if isinstance(other, str):
+                    other = saved(node, other)
+                other = other(node) if isinstance(other, OfNode) else other
+                if use.kind is not None and use.factor != facts_of(other):
+                    return False
+                self.others[use] = other
         return True
 
     def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
@@ -290,12 +293,10 @@ class RecordedBatch:
         return Arrived(self, zeros, {})
 
     def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
-        """Backpropagate vectors to the nodes that use parameters.
+        """Backpropagate vectors ``[V, *output]`` to the nodes that use parameters.
 
-        Args:
-            u: The vectors, ``[V, *output]``.
-            last: Whether this is the last call. A single vector then frees the graph.
-            totals: The parameters whose gradients autograd computes, too.
+        The ``last`` call, with a single vector, frees the graph. ``totals`` are parameters whose
+        gradients autograd computes, too.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         numbers = dict.fromkeys(use.node for use in self.uses)
@@ -325,43 +326,33 @@ class RecordedBatch:
 
     # --- the check of rules
 
-    def check(
-        self, u: Tensor, one: "Arrived", names: Collection[str]
-    ) -> tuple[list[str], set[str]]:
-        """Compare the sums of gradients of samples with autograd's gradients.
+    def check(self, u: Tensor, one: "Arrived", names: Sequence[str]) -> tuple[list[str], set[str]]:
+        """Compare sums of gradients with autograd's, given one vector's pass with totals.
 
-        Args:
-            u: A vector, ``[1, *output]``.
-            one: Its backward pass, with totals.
-            names: The parameters to compare.
-
-        Returns:
-            The parameters for which they differ, and those whose gradients are zero, so that the
-            comparison shows nothing.
+        Returns the parameters for which they differ, and those whose gradients are zero, so that
+        the comparison shows nothing.
         """
-        shards, eps = self._problem.model.shards, torch.finfo(self.output.dtype).eps
+        eps = torch.finfo(self.output.dtype).eps
         # the least precise dtype, also within the model
         precision = least_precise(self.nodes, self.output)
-        comparison = Comparison(precision, eps)
-        uses_of: dict[str, list[ParameterUse]] = {}
-        for use in self.uses:
-            uses_of.setdefault(use.name, []).append(use)
-        for name in names:
-            uses = uses_of.get(name, [])
-            is_again = name not in one.totals and len(uses) > 1
-            truth = self._autograd_total(name, uses, u, one)
-            self._problem.check_finite(u.new_zeros(()), {name: truth})
-            shards.forget()
-            sums = partial(self._sum, {use: one.outputs[use] for use in uses})
-            comparison.add(name, sums(), truth, partial(sums, absolute=True), is_again)
+        comparison, used = Comparison(precision, eps), dict[str, Sequence[ParameterUse]]()
+        self._problem.check_finite(u.new_zeros(()), one.totals)
+        sums = partial(self._sums, dict(one.outputs))
+        for stack in self._stacks(one, names):
+            used |= stack
+            again = [x for x, uses in stack.items() if x not in one.totals and len(uses) > 1]
+            found = [self._autograd_total(name, uses, u, one) for name, uses in stack.items()]
+            truth = found[0].unsqueeze(0) if len(found) == 1 else torch.stack(found)
+            self._problem.model.shards.forget()
+            comparison.add(stack, sums(stack), truth, partial(sums, absolute=True), again)
         zero = {name for name, size in comparison.sizes.items() if size == 0}
         # nothing arrives at an adapter before its first step: its one use is compared alone
         alone = Comparison(precision, eps)
         for name in () if self.is_freed else zero:
-            if len(uses_of[name]) == 1:
-                (use,) = uses_of[name]
-                g = probe(one.outputs[use])
-                alone.add(name, self._sum({use: g}), self._behind(use, g), lambda: None)
+            if len(used[name]) == 1:
+                (use,) = used[name]
+                g, stack = probe(one.outputs[use]), {name: [use]}
+                alone.add(stack, self._sums({use: g}, stack), self._behind(use, g).unsqueeze(0))
         zero -= {name for name, size in alone.sizes.items() if size > 0}
         return [*comparison.wrong(), *alone.wrong()], zero
 
@@ -372,10 +363,12 @@ class RecordedBatch:
         if name in one.totals:
             return one.totals.pop(name)[0]
         if len(uses) == 1:
-            return self._behind(uses[0], one.outputs[uses[0]])
-        # a pass from one use may reach another one
-        with self._context():
-            return edge_vjp(get_gradient_edge(self.output), u, self._leaf(name))[0]
+            truth = self._behind(uses[0], one.outputs[uses[0]])
+        else:  # a pass from one use may reach another one
+            with self._context():
+                truth = edge_vjp(get_gradient_edge(self.output), u, self._leaf(name))[0]
+        self._problem.check_finite(u.new_zeros(()), {name: truth})
+        return truth
 
     def _behind(self, use: ParameterUse, g: Tensor) -> Tensor:
         """Return the gradient of a parameter, given one at the output of a use, ``[1, *]``."""
@@ -385,32 +378,59 @@ class RecordedBatch:
     def _leaf(self, name: str) -> GradientEdge:
         return get_gradient_edge(self._leaves[name])
 
-    def _sum(self, outputs: dict[ParameterUse, Tensor], absolute: bool = False) -> Tensor | None:
-        """Return the sum of gradients over all rows of a parameter's uses."""
-        arrived = Arrived(self, dict(outputs), {}, by_sample=False, absolute=absolute)
-        sums = [arrived.take(use).sum_over_samples()[0] for use in outputs]
-        return sum(sums) if sums else None
+    def _sums(
+        self,
+        outputs: Mapping[ParameterUse, Tensor],
+        stack: Mapping[str, Sequence[ParameterUse]],
+        absolute: bool = False,
+    ) -> Tensor:
+        """Return the sums of all rows' gradients of equal parameters, ``[L, *shape]``."""
+        mine = {use: outputs[use] for uses in stack.values() for use in uses}
+        arrived = Arrived(self, mine, {}, by_sample=False, absolute=absolute)
+        columns = zip(*stack.values(), strict=True)
+        sums = total(arrived.take(*uses).sum_over_samples()[0] for uses in columns)
+        if len(stack) == 1:
+            return sums.unsqueeze(0)
+        values = zip(stack.values(), sums.view(len(stack), 1, 1, -1), strict=True)
+        return torch.cat([uses[0].entries.spread(x)[0] for uses, x in values])
 
     # --- gradients of samples
 
     def by_parameter(
         self, arrived: "Arrived", num_vectors: int, together: bool = False
     ) -> Iterator[tuple[str, PerSampleGradient]]:
-        """Yield the gradients of all parameters, with their names.
+        """Yield gradients of parameters, with a name; what arrived is freed on the way.
 
-        Args:
-            arrived: The gradients at the outputs of uses, which are freed on the way.
-            num_vectors: The number of vectors that were backpropagated.
-            together: Whether those of several parameters may be side by side, in one gradient that
-                has the name of the first.
+        With ``together``, several parameters may be ``parts`` of one gradient.
         """
-        uses_of: dict[str, list[ParameterUse]] = {name: [] for name in self.names}
-        for use in self.uses:
-            uses_of[use.name].append(use)
-        for names in arrived.stacks(uses_of) if together else ([name] for name in uses_of):
-            columns = zip(*(uses_of[name] for name in names), strict=True)
-            found = [arrived.take(*uses) for uses in columns]
-            yield names[0], sum_of(found or [self._zero(names[0], num_vectors)])
+        for stack in self._stacks(arrived, self.names):
+            names, columns = [*stack], list(zip(*stack.values(), strict=True))
+            if not columns:
+                yield names[0], self._zero(names[0], num_vectors)
+            elif together or len(names) == 1:
+                found = sum_of([arrived.take(*uses) for uses in columns])
+                if len(names) > 1:
+                    found.parts = tuple((name, uses[0].entries) for name, uses in stack.items())
+                yield names[0], found
+            else:
+                each = zip(*(arrived.each(uses) for uses in columns), strict=True)
+                yield from zip(names, map(sum_of, map(list, each)), strict=True)
+
+    def _stacks(
+        self, arrived: "Arrived", names: Sequence[str]
+    ) -> Iterator[dict[str, list[ParameterUse]]]:
+        """Yield parameters that are computed together, and their uses."""
+
+        def find() -> list[dict[str, list[ParameterUse]]]:
+            uses_of: dict[str, list[ParameterUse]] = {name: [] for name in names}
+            for use in self.uses:
+                if use.name in uses_of:
+                    uses_of[use.name].append(use)
+            return [{name: uses_of[name] for name in stack} for stack in stacks_of(uses_of)]
+
+        for uses_of in self.plan.known((*names, *self.uses), find):
+            for some in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
+                yield {name: uses_of[name] for name in some}
 
     def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
         leaf = self._leaves[name]
@@ -419,13 +439,7 @@ class RecordedBatch:
     def on_parameter(
         self, use: ParameterUse, make: Callable[[Entries], PerSampleGradient], is_assigned: bool
     ) -> PerSampleGradient:
-        """Return gradients with respect to a parameter, given how to make those of the argument.
-
-        Args:
-            use: The use.
-            make: Makes the gradients, given the entries of the parameter; see ``Use.gradient``.
-            is_assigned: Whether it is known to which samples rows belong.
-        """
+        """Return gradients of a parameter, given what makes those of some entries of a tensor."""
         if use.entries is not None:
             return make(use.entries)
         source, leaf = GradientEdge(self.nodes[use.source[0]], use.source[1]), self._leaf(use.name)
@@ -449,14 +463,13 @@ Item = TypeVar("Item", bound=Hashable)
 class Arrived:
     """Gradients that have arrived at the outputs of uses; makes those of parameters of them.
 
-    Args:
-        batch: The batch.
+    Without ``by_sample``, or an axis of samples, all rows are those of one sample, which suffices
+    for sums. With ``absolute``, all factors of gradients are replaced by their absolute values.
+
+    Attributes:
         outputs: The gradient at each use's output, ``[V, *output]``.
         totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
             of gathered parameters would fill the memory, and are computed one by one.
-        by_sample: Whether rows belong to samples. Else, and where no axis numbers the samples, all
-            are those of one sample, which suffices for sums.
-        absolute: Whether all factors of the gradients are replaced by their absolute values.
     """
 
     def __init__(
@@ -480,33 +493,30 @@ class Arrived:
         uses_of: Mapping[Item, Sequence[ParameterUse]],
         treatment: Callable[[Item], Hashable] = lambda item: None,
     ) -> Iterator[list[Item]]:
-        """Yield items whose uses are equal, one by one, and are computed together.
+        """Yield items whose uses are equal, one by one, and that are treated alike."""
+        for items in stacks_of(uses_of, treatment):
+            yield from self.in_steps(items, uses_of)
 
-        Args:
-            uses_of: The uses of each item.
-            treatment: What else must be equal.
-        """
-        groups: dict[Hashable, list[Item]] = {}
-        for item, uses in uses_of.items():
-            key = treatment(item), *map(self._facts, uses)
-            # those of one parameter must have its entries in one order, to be added up
-            is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
-            groups.setdefault(key if is_alike else item, []).append(item)
-        for items in groups.values():
-            sizes = [x.numel() for use in uses_of[items[0]] for x in self._factors(use)]
-            step = max(_COPIED // max(1, *sizes), 1) if sizes else 1
-            for start in range(0, len(items), step):
-                yield items[start : start + step]
+    def in_steps(
+        self,
+        items: list[Item],
+        uses_of: Mapping[Item, Sequence[ParameterUse]],
+        with_parameters: bool = False,
+    ) -> Iterator[list[Item]]:
+        """Yield some items of a stack at a time, whose factors, or parameters, are copied."""
+        step = len(items)
+        if step > 1:
+            sizes = [self._size(use) for use in uses_of[items[0]]]
+            sizes += [prod(use.shape) for use in uses_of[items[0]] if with_parameters]
+            step = max(_COPIED // max(1, *sizes), 1)
+        for start in range(0, len(items), step or 1):
+            yield items[start : start + step]
 
-    def _factors(self, use: ParameterUse) -> list[Tensor]:
+    def _size(self, use: ParameterUse) -> int:
+        """Return the number of entries of a use's larger factor."""
         other = self._batch.others[use]
-        return [self.outputs[use], *([other] if isinstance(other, Tensor) else [])]
-
-    def _facts(self, use: ParameterUse) -> Hashable:
-        """Return what must be equal for uses that are computed together."""
-        facts = [(x.shape, x.dtype, x.device, x.layout) for x in self._factors(use)]
-        is_single = use.kind is None or any(layout is not torch.strided for *_, layout in facts)
-        return use if is_single else (use.kind, *facts)
+        size = other.numel() if isinstance(other, Tensor) else 0
+        return max(size, self.outputs[use].numel())
 
     def input_key(self, use: ParameterUse) -> Hashable:
         """Return a value that is equal for uses with the same inputs."""
@@ -521,17 +531,34 @@ class Arrived:
     ) -> PerSampleGradient:
         """Return the gradients of a use, whose memory is freed; of several equal ones side by side.
 
-        Args:
-            *uses: The uses, of one parameter each.
-            by_position: Whether gradients of biases become sums over positions, with inputs of one,
-                and are not written down.
-            elementwise: Whether those of all elementwise functions become such sums.
+        With ``by_position``, those of biases become sums over positions, with inputs of one, and
+        are not written down; with ``elementwise``, those of all elementwise functions do.
         """
         use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
-        is_assigned = self._by_sample and use.samples is not None
-        axis, count = (use.samples, self._batch.num_samples) if is_assigned else (_ONE_SAMPLE, 1)
-        order = axis, count, len(rule.row_shape)
-        x = self._rows_of_inputs(uses, order, by_position)
+        x, g = self._factors(uses, by_position and rule.matrices is not None)
+        is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
+        make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
+        if num > 1:
+            return make(Entries.all([num * use.entries.view.size]))
+        return self._batch.on_parameter(use, make, self._is_assigned(use))
+
+    def each(self, uses: Sequence[ParameterUse]) -> list[PerSampleGradient]:
+        """Return the gradients of several equal uses, as parts of the same tensors."""
+        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses, False)
+        inputs = [None] * len(uses) if x is None else x.chunk(len(uses), 2)
+        factors = zip(uses, inputs, g.chunk(len(uses), 3), strict=True)
+        return [gradient(x, g, use.entries) for use, x, g in factors]
+
+    def _is_assigned(self, use: ParameterUse) -> bool:
+        return self._by_sample and use.samples is not None
+
+    def _factors(self, uses: Sequence[ParameterUse], is_kept: bool) -> tuple[Tensor | None, Tensor]:
+        """Return inputs ``[N, S, *]`` and rows ``[V, N, S, *]`` of equal uses, side by side."""
+        rule, num, place = self._batch.rule(uses[0]), len(uses), (_ONE_SAMPLE, 1)
+        if self._is_assigned(uses[0]):
+            place = uses[0].samples, self._batch.num_samples
+        order = *place, len(rule.row_shape)
+        x = self._rows_of_inputs(uses, order, is_kept)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
         g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
@@ -539,11 +566,7 @@ class Arrived:
             g = _side_by_side(g.unflatten(0, (num, -1)), 3)
         if self._absolute:
             x, g = x if x is None else x.abs(), g.abs()
-        is_sum = by_position and (rule.is_bias or (elementwise and rule.other is None))
-        make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
-        if num > 1:
-            return make(Entries.all([num * use.entries.view.size]))
-        return self._batch.on_parameter(use, make, is_assigned)
+        return x, g
 
     def _rows_of_inputs(
         self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int], is_kept: bool
@@ -567,13 +590,28 @@ class Arrived:
         return x[0]
 
 
+def stacks_of(
+    uses_of: Mapping[Item, Sequence[ParameterUse]],
+    treatment: Callable[[Item], Hashable] = lambda item: None,
+) -> list[list[Item]]:
+    """Return items whose uses are equal, one by one, and are treated alike."""
+    stacks: dict[Hashable, list[Item]] = {}
+    for item, uses in uses_of.items():
+        # those of one parameter must have its entries in one order, to be added up
+        is_alike = len(uses) == 1 or len({use.entries for use in uses}) == 1
+        key = treatment(item), *(use if use.kind is None else use.kind for use in uses)
+        stacks.setdefault(key if is_alike else item, []).append(item)
+    return list(stacks.values())
+
+
 def _side_by_side(x: Tensor, axis: int) -> Tensor:
     """Turn ``[L, *, n, *]`` into ``[*, L n, *]``, with an axis of length n at a place."""
     return x.movedim(0, axis).flatten(axis, axis + 1)
 
 
-def _as_products(num: int, x: None, g: Tensor, entries: Entries) -> OuterProducts:
-    """Return gradients of biases as outer products with inputs of one, see ``Use.gradient``."""
+def _as_products(num: int, x: Tensor | None, g: Tensor, entries: Entries) -> OuterProducts:
+    """Return elementwise gradients as outer products with inputs of one, see ``Use.gradient``."""
+    g = times(x, g)
     ones = g.new_ones(*g.shape[1:3], num, 1)
     return OuterProducts(ones, g.reshape(*g.shape[:3], num, entries.view.size // num), entries)
 
@@ -583,12 +621,7 @@ def to_front(
 ) -> Tensor:
     """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
 
-    Args:
-        x: Rows. The first ``start`` axes do not number them, the next ``num_axes`` do.
-        samples: The axis of the rows that numbers the samples.
-        num_samples: N.
-        num_axes: Number of axes that together number the rows.
-        start: Number of axes in front of these.
+    ``start`` axes are in front of the ``num_axes`` that number the rows.
     """
     shape, end = x.shape, start + num_axes
     if samples.axis or samples.before > 1:

@@ -7,19 +7,66 @@ input; register it with ``reads``, and import its file in ``layers/__init__.py``
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, raise_selective
+from curvlinops.layers.factors import KroneckerShape
 from curvlinops.layers.gradients import DenseGradient, Entries, PerSampleGradient
 from curvlinops.layers.outer import OuterProducts
+from curvlinops.structured.layout import ParameterView
 from curvlinops.support.norms import wide
 
-#: Derivative of the output: a constant, or a function that computes it elementwise.
-Slope = Callable[[], Tensor] | float
+
+class OfNode(NamedTuple):
+    """A tensor, or what computes one, as a function of a node and of what it has saved.
+
+    Attributes:
+        function: Takes the node and arguments. It is the same object in each call of a rule.
+        arguments: Data.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple = ()
+
+    def __call__(self, node: Any) -> Any:
+        """Return the tensor, or what computes it."""
+        try:
+            return self.function(node, *self.arguments)
+        except RuntimeError as error:
+            raise_selective(error)
+            raise
+
+
+#: The other factor of a use: a tensor, a function that returns it, the name of the node's attribute
+#: that it is, or a function of the node. With one of the latter two, a use is settled.
+Factor = Tensor | Callable[[], Tensor] | str | OfNode
+
+
+class Matrices(NamedTuple):
+    """Gradients of samples as sums of outer products, see ``FactoredGradient``.
+
+    Attributes:
+        groups: G, the number of matrices.
+        outputs: O, the size of a group's output gradients.
+        inputs: I, the size of a group's inputs.
+        are_lookups: Whether inputs have a single one among zeros. The entries are those of the
+            transposed matrix then.
+    """
+
+    groups: int
+    outputs: int
+    inputs: int
+    are_lookups: bool = False
+
+    def shape_of(self, view: ParameterView) -> KroneckerShape | None:
+        """Return the shape of Kronecker products for the entries of gradients."""
+        if self.are_lookups:
+            view = view.undo_permutation((self.outputs, self.inputs), (1, 0))
+        return KroneckerShape(*self[:3], view, self.are_lookups)
 
 
 @dataclass(frozen=True)
@@ -35,13 +82,12 @@ class Use:
         gradient: Returns the gradients of the samples. Its arguments are inputs ``[N, S, *]``
             (``None`` without ``other``), rows ``[V, N, S, *features]``, and the entries of the
             parameter in the order of the gradients.
-        other: The other factor: a tensor, a function that returns it, or the name of the node's
-            attribute that it is.
+        other: The other factor, see ``Factor``.
         to_inputs: Turns several other factors ``[L, *]`` into rows ``[L, *row_shape, *]``. Default:
             they are rows.
         axes: A shape and an order of axes. The argument's entries are in the order of the gradients
             after it is reshaped to this shape and its axes are permuted. Default: no change.
-        is_product: Whether gradients are sums of outer products, a ``FactoredGradient``.
+        matrices: The sizes of gradients that are a ``FactoredGradient``; ``None`` for others.
         is_bias: Whether the argument is added to a product with a matrix.
         joins_weight: Whether this bias is added once to each row of the product. It is then the
             weight of one more input, the constant one.
@@ -50,23 +96,32 @@ class Use:
         part: The place along the argument's first axis of the entries that are used. Default: all
             entries are used.
         is_settled: Whether it holds in each equal graph: it has no tensors, and no numbers decide
-            about it. Equal ones are computed together: the first axis of ``features``, and that of
-            the other factor's rows, then have the entries of one after the other.
+            about it.
+        has_groups: Whether equal ones can be computed together: the first axis of ``features``, and
+            that of the other factor's rows, then have the entries of one after the other.
     """
 
     row_shape: tuple[int, ...]
     row_axes: tuple[int | None, ...]
     to_rows: Callable[[Tensor], Tensor]
     gradient: Callable[[Any, Tensor, Entries], PerSampleGradient]
-    other: Tensor | Callable[[], Tensor] | str | None = None
+    other: Factor | None = None
     to_inputs: Callable[[Tensor], Tensor] | None = None
     axes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    is_product: bool = False
+    matrices: Matrices | None = None
     is_bias: bool = False
     joins_weight: bool = False
     output_shape: tuple[int, ...] | None = None
     part: int | None = None
     is_settled: bool = False
+    has_groups: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # equal layers have one use
+        return hash((self.row_shape, self.to_rows, self.gradient, self.other, self.axes))
 
     @property
     def structure(self) -> "Use":
@@ -126,7 +181,7 @@ def uses_of(node: Any, position: int) -> list[Use] | None:
 
 def contraction(
     equation: str,
-    x: Tensor | Callable[[], Tensor] | str,
+    x: Factor,
     w_shape: Sequence[int],
     to_product: Callable[[Tensor], Tensor] | None = None,
     x_shape: Sequence[int] | None = None,
@@ -137,9 +192,8 @@ def contraction(
     Args:
         equation: A name for each axis of ``x``, ``w`` and ``out``, such as
             ``"... i, o i -> ... o"``. The dots stand for any number of axes of ``x`` and ``out``.
-        x: The other factor, a function that returns it, or the name of the node's attribute that
-            it is. With a name, the use holds in each equal graph, and ``to_product`` has no
-            tensors.
+        x: The other factor. If it is one of the node, the use holds in each equal graph, and
+            ``to_product`` has no tensors.
         w_shape: The argument's shape, perhaps in other axes than the input.
         to_product: Turns gradients of the node's output, ``[V, *]``, into those of ``out``.
             Default: they are the same.
@@ -169,8 +223,9 @@ def contraction(
         x,
         _ToInputs(x_shape, axes.summed, axes.of_inputs, num_axes, num_groups, num_inner),
         axes=(tuple(w_shape), axes.of_argument),
-        is_product=True,
-        is_settled=isinstance(x, str),
+        matrices=Matrices(num_groups, num_outer, num_inner),
+        is_settled=isinstance(x, str | OfNode),
+        has_groups=True,
     )
 
 
@@ -259,46 +314,66 @@ class _Axes(NamedTuple):
 
 
 def broadcast(
-    shape: Sequence[int], output: Sequence[int], slope: Slope = 1.0, aligned: int = 0
+    shape: Sequence[int], output: Sequence[int], slope: Factor | float = 1.0, aligned: int = 0
 ) -> Use:
     """Return the use of an argument of an elementwise function, broadcast to the output's shape.
 
     Args:
         shape: The argument's shape.
         output: The output's shape.
-        slope: The output's derivative with respect to the broadcast argument.
+        slope: The output's derivative with respect to the broadcast argument, a number or a factor.
         aligned: Number of axes of the output behind the argument's last one.
     """
     full = (1,) * (len(output) - len(shape) - aligned) + tuple(shape) + (1,) * aligned
     rows = [axis for axis, length in enumerate(full) if length == 1]
     kept = [axis for axis, length in enumerate(full) if length != 1]
-    to_rows = _Sloped(slope, (0, *(1 + axis for axis in (*rows, *kept))))
-    row_shape = tuple(output[axis] for axis in rows)
-    # without an axis of features, equal ones have none along which they could be side by side
-    is_settled = bool(kept) and not callable(slope)
-    return Use(row_shape, tuple(rows), to_rows, summed, is_settled=is_settled)
+    is_number = isinstance(slope, int | float)
+    to_rows = _Permuted(tuple(output), (0, *(1 + axis for axis in (*rows, *kept))))
+    return Use(
+        tuple(output[axis] for axis in rows),
+        tuple(rows),
+        to_rows._replace(scale=float(slope)) if is_number else to_rows,
+        summed,
+        None if is_number else slope,
+        None if is_number else to_rows,
+        is_settled=is_number or isinstance(slope, str | OfNode),
+        has_groups=bool(kept),
+    )
 
 
-class _Sloped(NamedTuple):
-    """Multiplies gradients of an output by a derivative, and moves their axes."""
+class _Permuted(NamedTuple):
+    """Expands tensors ``[n, *]`` to a shape, moves their axes, and multiplies them by a number."""
 
-    slope: Slope
+    shape: tuple[int, ...]
     order: tuple[int, ...]
+    scale: float = 1.0
 
-    def __call__(self, g: Tensor) -> Tensor:
-        g = wide(g)
-        if callable(self.slope) or self.slope != 1.0:
-            g = g * (self.slope() if callable(self.slope) else self.slope)
-            g = g.real if g.is_complex() else g
-        return g.permute(self.order)
+    def __call__(self, x: Tensor) -> Tensor:
+        x = wide(x)
+        if x.numel() == len(x) * prod(self.shape):
+            x = x.reshape(len(x), *self.shape)
+        else:
+            x = x.reshape(len(x), *(1,) * (len(self.order) - x.ndim), *x.shape[1:])
+            x = x.expand(-1, *self.shape)
+        return (x if self.scale == 1.0 else x * self.scale).permute(self.order)
 
 
-def summed(x: None, g: Tensor, entries: Entries) -> PerSampleGradient:
-    """Return sums of rows ``[V, N, S, *]`` over positions, see ``Use.gradient``."""
+def summed(x: Tensor | None, g: Tensor, entries: Entries) -> PerSampleGradient:
+    """Return sums of rows ``[V, N, S, *]``, times slopes, over positions, see ``Use.gradient``."""
+    g = times(x, g)
     return DenseGradient(g.squeeze(2) if g.shape[2] == 1 else g.sum(2), entries)
 
 
-def bias(shape: Sequence[int], output: Sequence[int], scale: float = 1.0, aligned: int = 0) -> Use:
+def times(x: Tensor | None, g: Tensor) -> Tensor:
+    """Return gradients of the argument of an elementwise function, given slopes."""
+    g = g if x is None else g * x
+    return g.real if g.is_complex() else g
+
+
+@lru_cache(maxsize=256)
+def bias(
+    shape: tuple[int, ...], output: tuple[int, ...], scale: float = 1.0, aligned: int = 0
+) -> Use:
     """Return the use of a bias that is added to a product with a matrix, see ``broadcast``."""
     use = broadcast(shape, output, scale, aligned)
     return replace(use, is_bias=True, joins_weight=scale == 1.0)

@@ -90,7 +90,7 @@ Place: TypeAlias = SampleAxis | _Assigned
 Claim: TypeAlias = Place | _OfOneSample | Constant | Literal[False] | None
 #: A rule for a node: it gets the node, the place of the samples in an output, the output's shape,
 #: and the position and shape of an input. If it returns ``None``, the node is asked.
-Rule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
+AxisRule: TypeAlias = Callable[[Node, Place, Shape, int, Shape], Claim]
 
 
 def sample_axes(
@@ -100,21 +100,12 @@ def sample_axes(
     order: Sequence[Node],
     asked: list[Node] | None = None,
 ) -> dict[tuple[Node, int], SampleAxis | Constant]:
-    """Find the axis of samples in the outputs of the nodes of a graph.
+    """Find the axis of samples, or a constant, for nodes of a graph and numbers of their outputs.
 
-    Args:
-        output_edge: The model's output, whose axis 0 numbers the samples. It may also have the
-            length ``N * S``, with the samples as the slower index.
-        output_shape: Its shape.
-        num_samples: N, at least 2.
-        order: All nodes of the graph, inputs before those who use them. Only nodes on the way from
-            the leaves to the output are looked at.
-        asked: Receives the nodes that were asked. If there is none, what is found holds for the
-            numbers of all batches whose graphs have the same shapes and arguments.
-
-    Returns:
-        A dictionary from a node and the number of one of its outputs to the axis of the samples, or
-        to ``CONSTANT`` or ``TABLE``. What is not proved is absent, and so are leaves.
+    Axis 0 of the output numbers the samples; of length ``N * S``, they are the slower index. Only
+    nodes on the way from leaves to the output are looked at. What is not proved is absent, and so
+    are leaves. If no node was ``asked``, this holds for the numbers of all batches whose graphs
+    have the same shapes and arguments.
     """
     root, length = output_edge.node, output_shape[0] if output_shape else 0
     if num_samples < 2 or length == 0 or length % num_samples:
@@ -388,13 +379,7 @@ def _view(node: Node, place: Place, out: Shape, _: int, source: Shape) -> Claim:
 
 
 def reshaped(place: SampleAxis, shape: Shape, new_shape: Shape) -> SampleAxis | None:
-    """Return the axis of samples in another shape with the same entries in the same order.
-
-    Args:
-        place: The axis of samples.
-        shape: The shape of the tensor.
-        new_shape: Its new shape.
-    """
+    """Return the axis of samples in another shape with the same entries in the same order."""
     if prod(new_shape) != prod(shape) or prod(shape) == 0:
         return None
     N = _number_of_samples(place, shape)
@@ -475,7 +460,7 @@ _ELEMENTWISE = """
     TanhBackward ThresholdBackward
 """
 _SPLITS = "Split SplitWithSizes Unbind UnsafeSplit UnsafeSplitWithSizes"
-_RULES: dict[str, Rule] = {
+_RULES: dict[str, AxisRule] = {
     kind: rule
     for kinds, rule in {
         _ELEMENTWISE: _elementwise,
@@ -539,6 +524,6 @@ def _kind(name: str) -> str:
 
 
 @cache
-def _rule_of(kind: str) -> Rule | None:
+def _rule_of(kind: str) -> AxisRule | None:
     images = _OF_IMAGES.match(kind)
     return partial(_trailing, int(images[1])) if images else _RULES.get(kind)

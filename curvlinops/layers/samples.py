@@ -28,6 +28,8 @@ _LOGGER = logging.getLogger("curvlinops")
 
 #: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
 NUM_GRAPHS = 256
+#: Memory of a use's gradients from which on the fixed costs of a pass do not matter.
+_LARGE = 2**18
 #: The number of graphs that are known. One takes about 1 kB for each of its nodes.
 NUM_KNOWN = 64
 
@@ -94,7 +96,9 @@ class SampleGradients:
     def vectors_at_once(self) -> int:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        return max(BYTES // 2 // max(size, 1), 1)  # more is not faster
+        # more is not faster, except for many small layers
+        room = min(max(BYTES // 2, len(self.uses) * _LARGE), BYTES)
+        return max(room // max(size, 1), 1)
 
     def split(
         self, tied: bool = False
@@ -113,11 +117,9 @@ class SampleGradients:
         return own, before, matrix
 
     def arrive(self, u: Tensor, last: bool = False) -> Arrived:
-        """Backpropagate vectors to the layers' uses, and check rules that were not checked before.
+        """Backpropagate vectors ``[V, *output]`` to uses, and check rules that were not checked.
 
-        Args:
-            u: The vectors to backpropagate, ``[V, *output]``.
-            last: Whether nothing is backpropagated later: memory is given back on the way.
+        The ``last`` call gives memory back on the way.
         """
         batch = self._batch
         if batch is None:
@@ -139,14 +141,8 @@ class SampleGradients:
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.
 
-        Args:
-            u: See ``arrive``.
-            last: See ``arrive``.
-            together: See ``RecordedBatch.by_parameter``.
-
-        Returns:
-            Some samples, and their gradients by parameter: first those of all samples for one
-            parameter with rules after the other, then the others.
+        All samples come for one parameter with rules after the other, then the others. For the
+        arguments see ``arrive`` and ``RecordedBatch.by_parameter``.
         """
         known: Iterable[tuple[str, PerSampleGradient]] = ()
         if self._batch is not None:
@@ -212,11 +208,8 @@ class SampleBackward:
     layer's rows numbers the samples. Parameters without a rule, or without such an axis, get one
     backward pass for each sample.
 
-    Args:
-        name: Names the operator in messages.
-        independent: Whether samples that interact are refused.
-        allow_unassigned: Whether rules are kept whose rows have no axis of samples. Their rows can
-            only be added up, as in KFAC-expand.
+    With ``independent``, samples that interact are refused. With ``allow_unassigned``, rules are
+    kept whose rows have no axis of samples: these can only be added up, as in KFAC-expand.
 
     Attributes:
         fallbacks: Why parameters are treated sample by sample.

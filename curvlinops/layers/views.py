@@ -111,11 +111,7 @@ class ViewOf(NamedTuple):
         return prod(count for count, _ in self.dims[dim])
 
     def entries(self, use: Use) -> Entries | None:
-        """Return the entries in the order of a use's gradients.
-
-        Returns:
-            ``None`` if an entry occurs twice, or the order is no strided one.
-        """
+        """Return the entries in the order of gradients; ``None`` if that is no strided order."""
         view = self
         if use.axes is not None:
             shape, order = use.axes

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.gradients import Piece, add_sums
+from curvlinops.layers.gradients import Piece
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, add, not_finite
+from curvlinops.operators.sample_rows import add_sums
 from curvlinops.operators.vectors import (
     check_sampling,
     head_of,
@@ -73,7 +74,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         gradients, space = self._capture(problem), self.risk.space
         diagonal = space.views(space.zeros(1))
-        add_sums(diagonal, self._pieces(problem, gradients), lambda g: g.sum_of_squares())
+        add_sums(diagonal, self._pieces(problem, gradients), lambda g: g.sum_of_squares()[None])
         weight = gradients.weight
 
         def apply(V: Columns, out: Columns) -> Tensor:
@@ -98,7 +99,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
             for problem in batches:
                 gradients = self._capture(problem)
                 weight = weight + gradients.weight
-                for _, pieces in self._pieces(problem, gradients, together=True):
+                for _, pieces in self._pieces(problem, gradients):
                     trace = trace + sum(x.squared_norms().sum() for x in pieces.values())
         sums = self.risk.ranks.gather_objects((float(trace), float(weight)))
         trace, weight = (fsum(numbers) for numbers in zip(*sums, strict=True))
@@ -107,13 +108,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
         self._check_finite(not_finite({"": trace}))
         return trace
 
-    def _pieces(
-        self, problem: BatchProblem, gradients: SampleGradients, together: bool = False
-    ) -> Iterator[Piece]:
-        """Yield gradients whose squares are summed, of as many vectors as the memory allows.
-
-        For ``together`` see ``RecordedBatch.by_parameter``.
-        """
+    def _pieces(self, problem: BatchProblem, gradients: SampleGradients) -> Iterator[Piece]:
+        """Yield gradients whose squares are summed, of as many vectors as the memory allows."""
         output = gradients.output
         if len(output) == 0:  # a batch without samples
             return
@@ -127,4 +123,4 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
                 yield slice(None), head.gradients()
                 gradients = head.before
         for u, last in mark_last(vectors):
-            yield from gradients.backward(u, last, together)
+            yield from gradients.backward(u, last, together=True)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops.layers.gradients import merged, write_rows
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.rows import (
@@ -18,6 +17,7 @@ from curvlinops.operators.rows import (
     flat,
     together,
 )
+from curvlinops.operators.sample_rows import merged, write_rows
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.torch_modes import in_default_modes
 

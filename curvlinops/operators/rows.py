@@ -11,10 +11,10 @@ from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.gradients import PerSampleGradient
-from curvlinops.layers.gram import gram
 from curvlinops.linear_operator.operator import Product, TorchLinearOperator
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.operators.base import DataLinearOperator
+from curvlinops.operators.gram import gram
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batches
 from curvlinops.risk.derivatives import evaluate, jacobian, transposed_jacobian

@@ -9,12 +9,18 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
-from curvlinops.layers.fallback import LossesOneByOne
-from curvlinops.layers.gradients import LowRank, Piece, write_rows
+from curvlinops.layers.gradients import (
+    DenseGradient,
+    Entries,
+    LowRank,
+    PerSampleGradient,
+    Piece,
+)
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import Columns, ParameterSpace, add
 from curvlinops.losses.base import DependentLossError
 from curvlinops.operators.base import DataLinearOperator, NotFiniteError
+from curvlinops.operators.loss_rows import LossesOneByOne
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.columns import flat
 from curvlinops.support.norms import wide
@@ -72,8 +78,7 @@ def rows_of(
             one term of a loss that is no function of the output alone.
         name: Names the operator in messages.
         independent: Whether samples that interact are refused, see ``SampleBackward``.
-        together: Whether gradients of several parameters may be side by side in one, see
-            ``RecordedBatch.by_parameter``.
+        together: Whether gradients may have ``parts``.
     """
     samples = None
     if not problem.loss_needs_graph:
@@ -119,6 +124,51 @@ def _by_term(
         yield samples.backward(u.to(output.dtype), False, together), view
 
 
+# --- rows of tensors, and sums of them
+
+
+def write_rows(
+    pieces: Iterable[Piece],
+    out: Columns,
+    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
+) -> None:
+    """Write gradients to the view ``[V, N, *]`` of ``{name: [M, *shape]}``, and free them."""
+    for samples, gradients in pieces:
+        for name in list(gradients):
+            gradient, rows = gradients.pop(name), view(out[name])[:, samples]
+            for some in gradient.slices():
+                gradient.write(some, rows[:, some])
+
+
+def add_sums(
+    out: Columns, pieces: Iterable[Piece], of: Callable[[PerSampleGradient], Tensor]
+) -> None:
+    """Add sums over samples, ``[K, *parameter]``, to ``{name: [K, *shape]}``."""
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            sums = {name: of(gradient)}
+            if gradient.parts:
+                values = sums[name].unflatten(1, (len(gradient.parts), 1, -1)).unbind(1)
+                pairs = zip(gradient.parts, values, strict=True)
+                sums = {name: entries.spread(x)[:, 0] for (name, entries), x in pairs}
+            add(out, slice(None), sums)
+
+
+def merged(pieces: Iterable[Piece]) -> dict[str, PerSampleGradient]:
+    """Return the gradients of all samples; those of several pieces are written side by side."""
+    by_name: dict[str, list[PerSampleGradient]] = {}
+    for _, gradients in pieces:
+        for name, gradient in gradients.items():
+            by_name.setdefault(name, []).append(gradient)
+    return {name: _joined(gradients) for name, gradients in by_name.items()}
+
+
+def _joined(gradients: list[PerSampleGradient]) -> PerSampleGradient:
+    if len(gradients) == 1:
+        return gradients[0]
+    return DenseGradient(torch.cat([gradient.rows(slice(None)) for gradient in gradients], 1))
+
+
 # --- inner products with vectors
 
 
@@ -134,10 +184,32 @@ def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tenso
     for pieces, view in rows.gradients:
         for samples, gradients in pieces:
             for name in list(gradients):  # they are freed on the way
-                gradient = gradients.pop(name).to(like.dtype)
-                if name in columns:
-                    view(out)[:, samples] += gradient.products(columns[name])
+                gradient = gradients.pop(name)
+                parts = gradient.parts
+                if parts and not columns.keys().isdisjoint(dict(parts)):
+                    vectors = _side_by_side(columns, parts, like)
+                elif not parts and name in columns:
+                    vectors = columns[name]
+                else:
+                    continue
+                view(out)[:, samples] += gradient.to(like.dtype).products(vectors)
     return out
+
+
+def _side_by_side(
+    columns: Mapping[str, Tensor], parts: Iterable[tuple[str, Entries]], like: Tensor
+) -> Tensor:
+    """Return the entries of columns that belong to gradients of several parameters."""
+    zero = like.new_zeros(1, 1)
+    return torch.cat(
+        [
+            entries.read(columns[name]).flatten(1)
+            if name in columns
+            else zero.expand(len(like), entries.view.size)
+            for name, entries in parts
+        ],
+        dim=1,
+    )
 
 
 def products_by_position(

@@ -238,18 +238,23 @@ class BatchProblem:
             self.check_backward(self.functions.operations)
 
     def learn_from(
-        self, output: Tensor, leaves: dict[str, Tensor], must_depend: bool = True
+        self,
+        output: Tensor,
+        leaves: dict[str, Tensor],
+        must_depend: bool = True,
+        nodes: list[Any] | None = None,
     ) -> None:
-        """Learn from the model's first output; inside of its evaluation."""
+        """Learn from the model's first output, and its nodes; inside of its evaluation."""
+        nodes = graph_nodes(output) if nodes is None else nodes
         with self._watch as watch:
             watch.is_in_loss = True
             loss_needs_graph = self._needs_graph(output)
-        self.risk.facts.learn(watch, output)
+        self.risk.facts.learn(watch, output, nodes)
         self.risk.set_loss_needs_graph(loss_needs_graph)
         with self.formulas():
             self.check_target(output, with_values=True)
-        value = self.loss_sum(output)[0] if loss_needs_graph else output
-        nodes = graph_nodes(value)
+        if loss_needs_graph:
+            nodes = graph_nodes(self.loss_sum(output)[0])
         check_graph(nodes, self.model, leaves, must_depend)
         if not loss_needs_graph:
             self.functions.note(nodes, output)

@@ -105,10 +105,10 @@ class ModelFacts:
     compared: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
 
-    def learn(self, watch: "Watch", output: Tensor) -> None:
-        """Learn from the model's first evaluation, and its output."""
-        self.is_evaluated, self.graph_bytes = True, footprint([output])
-        self.has_checkpoints = any(map(has_hooks_on_saved, graph_nodes(output)))
+    def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
+        """Learn from the model's first evaluation, its output, and the nodes of its graph."""
+        self.is_evaluated, self.graph_bytes = True, footprint([output], nodes=nodes)
+        self.has_checkpoints = any(map(has_hooks_on_saved, nodes))
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 

@@ -1,6 +1,6 @@
 """Nodes, leaves and memory of autograd graphs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -135,25 +135,30 @@ def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     return (variable for variable in variables if isinstance(variable, Tensor))
 
 
-def footprint(tensors: Iterable[Tensor], others: Iterable[Tensor] = ()) -> int:
+def footprint(
+    tensors: Iterable[Tensor],
+    others: Iterable[Tensor] = (),
+    nodes: Sequence[Any] | None = None,
+) -> int:
     """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
 
     Leaves of graphs, which are parameters, and ``others``, which are in memory anyway, do not
     count. Not seen are the inputs of checkpoints, and what the user's own functions keep inside of
-    objects.
+    objects. The nodes of the graphs are looked for unless they are given.
     """
     sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls
         tensors = list(tensors)
-        nodes = graph_nodes(*tensors)
+        nodes = graph_nodes(*tensors) if nodes is None else nodes
         for node in nodes:
             for saved in saved_values(node):
                 # hooks on saved tensors, as of checkpoints, may have saved something else
                 held = getattr(saved, "data", None)
                 if isinstance(held, Tensor):
                     sizes |= _storages(held)
-            for tensor in leaves(getattr(node, "__dict__", {})):  # of functions in Python
-                sizes |= _storages(tensor)
+            if in_python := getattr(node, "__dict__", None):
+                for tensor in leaves(in_python):
+                    sizes |= _storages(tensor)
         for variable in leaf_variables(nodes):
             for address in _storages(variable):
                 sizes.pop(address, None)

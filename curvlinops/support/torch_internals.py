@@ -4,7 +4,7 @@ import functools
 import importlib
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from operator import attrgetter
 from typing import Any
@@ -41,21 +41,32 @@ def input_metadata(node: Any, number: int = 0) -> Any:
     return node._input_metadata[number]
 
 
-def outputs_of(node: Any) -> Sequence[Any]:
-    """Return ``shape`` and ``dtype`` of the gradients of all of a node's outputs."""
-    return node._input_metadata
-
-
 def saved_values(node: Any) -> list[Any]:
     """Return the values that a node has saved; tensors are their attribute ``data``."""
     read, _ = _saved_by(type(node))
     return [x for one in read(node)[2:] for x in (one if type(one) in (list, tuple) else (one,))]
 
 
-def plain_values(node: Any) -> tuple:
-    """Return the saved arguments of a node that are no tensors, such as axes."""
-    _, read = _saved_by(type(node))
-    return read(node)
+@functools.cache
+def node_facts(kind: type) -> Callable[[Any], list]:
+    """Return a function of nodes of a kind that returns all about one that is no tensor.
+
+    These are shapes and dtypes of its outputs, saved arguments such as axes, and which saved
+    tensors hooks have replaced.
+    """
+    saved, plain = _saved_by(kind)
+
+    def facts(node: Any) -> list:
+        found = [plain(node)]  # loops, which take less time than comprehensions
+        for output in node._input_metadata:
+            found += output.shape, output.dtype
+        for one in saved(node)[2:]:
+            for x in one if type(one) in (list, tuple) else (one,):
+                value = getattr(x, "data", None)
+                found.append(None if value is None else isinstance(value, Tensor))
+        return found
+
+    return facts
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops import PerSampleGradientLinearOperator
-from curvlinops.layers import gradients, gram, samples
+from curvlinops.layers import gradients, samples
+from curvlinops.operators import gram
 
 #: Parameters that no rule covers, by problem; all others must not need a pass for each sample.
 UNCOVERED = {

@@ -18,6 +18,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from curvlinops import EFLinearOperator, EKFACLinearOperator
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
+from curvlinops.layers.gradients import PerSampleGradient
+from curvlinops.layers.reading import ParameterUse
+from curvlinops.layers.recorded import Arrived
 
 LOSS = nn.MSELoss(reduction="sum")
 
@@ -25,6 +28,20 @@ LOSS = nn.MSELoss(reduction="sum")
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _said_shapes(monkeypatch: pytest.MonkeyPatch):
+    """Gradients have the shapes that rules say without them."""
+    take = Arrived.take
+
+    def checked(self: Arrived, *uses: ParameterUse, **options: bool) -> PerSampleGradient:
+        gradient = take(self, *uses, **options)
+        if len(uses) == 1 and self._by_sample and not uses[0].use.is_bias:
+            assert gradient.kronecker_shape == uses[0].kronecker_shape
+        return gradient
+
+    monkeypatch.setattr(Arrived, "take", checked)
 
 
 @settings(max_examples=40, deadline=None)

@@ -58,7 +58,7 @@ FALLBACKS: dict[str, Callable[[nn.Module], Any]] = {
     "layers.samples.RecordedBatch": rows,
     "layers.graph.graph_nodes": rows,
     "layers.fallback._check_gradients": lambda m: rows(nn.Sequential(solve(), m)),
-    "layers.fallback.gradient": decayed,
+    "operators.loss_rows.gradient": decayed,
     "losses.generic.select_samples": lambda m: build(
         HessianLinearOperator, m, loss=penalized, reduction="sum"
     ),

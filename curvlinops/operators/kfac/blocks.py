@@ -140,19 +140,9 @@ def _layers(samples: SampleGradients, reduced: frozenset[str]) -> Layers:
     layers: dict[LayerUse, list[ParameterUse]] = {}
     weights: dict[int, LayerUse] = {}
     biases: dict[int, LayerUse] = {}
-    zeros, known = samples.zeros(), dict[int | None, tuple[KroneckerShape | None, bool]]()
     for place in samples.uses:
-        if place.kind in known:
-            view, (shape, is_product) = place.entries.view, known[place.kind]
-            shape = shape and shape._replace(view=view)
-        else:
-            gradient = zeros.take(place, by_position=True)
-            view, shape = gradient.entries.view, KroneckerShape.of(gradient, place.use.is_bias)
-            is_product = (shape or gradient.before_pullback.kronecker_shape) is not None
-            if place.kind is not None and (shape is None or shape.view == view):
-                known[place.kind] = shape, is_product
-        # gradients with respect to all of a parameter may have no name
-        use = LayerUse(replace(view.in_order, name=place.name), shape, is_product)
+        shape = place.kronecker_shape
+        use = LayerUse(place.view, shape, place.is_product)
         layers.setdefault(use, []).append(place)
         if shape is not None and not shape.is_bias:
             weights[place.call] = use
