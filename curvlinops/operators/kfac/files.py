@@ -10,7 +10,7 @@ import torch
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Uses, layers_of
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.layout import assemble, matrices
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.key import key_of
@@ -144,4 +144,4 @@ def _read(path: Path, device: torch.device) -> BlockDiagonalLinearOperator:
     space = ParameterSpace(shapes, first.space.dtype, device)
     all_sums = (part.value for part in parts)
     sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options)
-    return assemble(with_matrices(sums), sums)
+    return BlockDiagonalLinearOperator(*assemble(matrices(sums), sums))
