@@ -207,10 +207,10 @@ class EmbeddingGradient(FactoredGradient):
 
     def squares_in_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Return the sum of squared entries in another basis; of lookups, if rows keep theirs."""
         if inputs is not None or has_bias:
-            return super().squares_in_basis(outputs, inputs, has_bias)
+            return None
         g = rotated(self.output_gradients(), outputs).squeeze(3)
         table = Entries.all([self.num_rows, g.shape[-1]])
         squares = EmbeddingGradient(self.indices, g, table).sum_of_squares()

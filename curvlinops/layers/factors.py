@@ -1,10 +1,4 @@
-"""Factors of Kronecker-factored curvature: second moments of inputs and of output gradients.
-
-A use's gradient is ``sum_s g_s a_s^T``, with inputs a and output gradients g at S positions. The
-*expand* setting treats positions like samples; the *reduce* setting treats a sample as one position
-with the mean input and the sum of output gradients (Eschenhagen et al., Kronecker-factored
-approximate curvature for modern neural network architectures, NeurIPS 2023, arXiv:2311.00636).
-"""
+"""Sums of outer products of output gradients and inputs, which have Kronecker factors."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.covariance import second_moment
-from curvlinops.layers.gradients import PerSampleGradient, Sides, squared_sum, total
+from curvlinops.layers.gradients import PerSampleGradient, Sides, total
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.files import recorded
 
@@ -140,8 +134,8 @@ class FactoredGradient(PerSampleGradient):
 
     def squares_in_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor:
-        """Return the sum of all gradients' squared entries in another basis, ``[G, O, I]``.
+    ) -> Tensor | None:
+        """Return the sum of squared entries in another basis, ``None`` if matrices are cheaper.
 
         Args:
             outputs: The basis of the matrices' columns, ``[G, O, O]``; ``None`` for the standard
@@ -150,26 +144,7 @@ class FactoredGradient(PerSampleGradient):
             has_bias: Whether the gradient of a bias is appended to the matrices, as last column. I
                 counts it.
         """
-        squares: Tensor | float = 0.0
-        for samples in self.slices():
-            rows = self.matrices(samples)
-            if has_bias:
-                bias = self.output_gradients()[:, samples].sum(2)
-                rows = torch.cat([rows, bias.unsqueeze(-1)], dim=-1)
-            squares = squares + squares_of_rows(rows.flatten(0, 1), outputs, inputs)
-        return squares
-
-
-#: Gradients, and the inputs that count, ``[N, S]``.
-Masked = tuple[FactoredGradient, Tensor | None]
-
-
-def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-    """Return the sum of squares of ``[P, G, O, I]`` in another basis, ``[G, O, I]``."""
-    rows = rotated(rearrange(rows, "p g o i -> p o g i"), inputs)
-    rows = rotated(rearrange(rows, "p o g i -> p i g o"), outputs)
-    squares = squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
-    return rearrange(squares, "i g o -> g o i")
+        return None
 
 
 def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
@@ -179,88 +154,6 @@ def rotated(x: Tensor, basis: Tensor | None) -> Tensor:
     if len(basis) == 1:
         return (x.reshape(-1, x.shape[-1]) @ basis[0]).view(*x.shape[:-1], basis.shape[2])
     return torch.einsum("...gi,gij->...gj", x, basis)
-
-
-def input_factor(
-    gradients: Sequence[FactoredGradient],
-    masks: Sequence[Tensor | None],
-    reduce: bool,
-    bias: bool,
-    diagonal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of inputs' outer products, and the number of summands.
-
-    Args:
-        gradients: The gradients of a parameter's uses on a batch, of one ``KroneckerShape``.
-        masks: The inputs of each that count, ``[N, S]``; ``None`` for all.
-        reduce: Whether a sample's inputs are averaged first.
-        bias: Whether the inputs get a one as last entry.
-        diagonal: Whether only the diagonal is wanted.
-
-    Returns:
-        The sum, ``[G, I, I]`` or ``[G, I]``, and a scalar. Of inputs with a single one among zeros,
-        the diagonal.
-    """
-    diagonal = diagonal or gradients[0].kronecker_shape.one_hot_inputs
-    masked = list(zip(gradients, masks, strict=True))
-    if reduce:
-        return _reduced_inputs(masked, bias, diagonal)
-    moments, counts = zip(*(x.input_moment(diagonal, mask) for x, mask in masked), strict=True)
-    matrix, count = total(moments), total(counts)
-    return _with_bias(matrix, masked, count) if bias else matrix, count
-
-
-def _with_bias(matrix: Tensor, masked: Sequence[Masked], count: Tensor) -> Tensor:
-    """Return the moment of inputs that have one more entry, a one."""
-    corner = count.to(matrix).expand(len(matrix), 1)
-    if matrix.ndim == 2:
-        return torch.cat([matrix, corner], dim=1)
-    size = matrix.shape[1]
-    out = matrix.new_empty(len(matrix), size + 1, size + 1)
-    out[:, :size, :size] = matrix
-    out[:, size, :size] = out[:, :size, size] = total(
-        x.input_sums(mask)[0].sum(0) for x, mask in masked
-    )
-    out[:, size, size:] = corner
-    return out
-
-
-def _reduced_inputs(masked: Sequence[Masked], bias: bool, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum of outer products of the samples' mean inputs, and how many there are."""
-    sums, numbers = zip(*(x.input_sums(mask) for x, mask in masked), strict=True)
-    numbers = total(numbers)
-    has_inputs = numbers > 0
-    means = total(sums) / rearrange(numbers.clamp(min=1), "n -> n 1 1")
-    if bias:
-        ones = has_inputs.to(means).view(-1, 1, 1).expand(-1, means.shape[1], 1)
-        means = torch.cat([means, ones], dim=2)
-    return moment(means, diagonal), has_inputs.sum()
-
-
-def gradient_factor(gradients: Sequence[FactoredGradient], reduce: bool, diagonal: bool) -> Tensor:
-    """Return the sum of output gradients' outer products, ``[G, O, O]`` or ``[G, O]``."""
-    outputs = [gradient.output_gradients() for gradient in gradients]
-    if reduce:
-        return moment(total(g.sum(2) for g in outputs).flatten(0, 1), diagonal)
-    return total(_expanded_gradients(g, diagonal) for g in outputs)
-
-
-def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
-    """Return the sum of outer products of ``[V, N, S, G, O]``, or its diagonal.
-
-    Positions of convolutions are last in memory. Products of rows without a copy take down to half
-    the time of products of copies, with several groups down to a tenth.
-    """
-    positions, groups, outputs = g.shape[2:]
-    if diagonal or outputs == 1:
-        squares = g.square().sum((0, 1, 2))
-        return squares if diagonal else squares.unsqueeze(2)
-    if groups > 1:
-        return second_moment(rearrange(g, "v n s g o -> g o (v n s)").mT)
-    if g.stride(2) == 1 and positions > outputs:
-        rows = rearrange(g, "v n s 1 o -> (v n) o s")
-        return second_moment(rows.mT).sum(0, keepdim=True)
-    return moment(g.flatten(0, 2), diagonal=False)
 
 
 def moment(rows: Tensor, diagonal: bool) -> Tensor:

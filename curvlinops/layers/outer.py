@@ -217,12 +217,12 @@ class OuterProducts(FactoredGradient):
 
     def squares_in_basis(
         self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor:
+    ) -> Tensor | None:
         """Return the sum of squared entries in another basis, of rotated factors if cheaper."""
         groups, num_outputs, num_inputs, *_ = self.kronecker_shape
         of_factors = self.num_positions * (num_inputs**2 + num_outputs**2)
         if of_factors > num_inputs * num_outputs * (num_inputs + num_outputs):
-            return super().squares_in_basis(outputs, inputs, has_bias)
+            return None
         g, width = rotated(self.g, outputs), num_inputs + has_bias
         entries = Entries.all([groups, num_outputs, width])
         size = self.num_vectors * groups * num_outputs * width + self.num_inputs

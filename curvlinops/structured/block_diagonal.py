@@ -371,6 +371,10 @@ class RemoteLinearOperator(StructuredLinearOperator):
     def _eigh(self, accurate: bool = False) -> EighDecomposedLinearOperator:
         return EighDecomposedLinearOperator(self._diagonal(), self)
 
+    def _make_parts(self, number: int) -> "list[RemoteLinearOperator]":
+        dim = self.domain.dim // number
+        return [RemoteLinearOperator(dim, self.torch_dtype, self.device) for _ in range(number)]
+
     def _to(self, device: torch.device, dtype: torch.dtype) -> "RemoteLinearOperator":
         return RemoteLinearOperator(self.domain.dim, dtype, device)
 

@@ -754,9 +754,8 @@ def saving() -> None:
 
 def held(operator: Any) -> int:
     """The bytes of an operator's factors on this process."""
-    sums = operator._factor_sums()
-    bases = [x for b in sums.bases.values() for x in (b.outputs, b.inputs) if x is not None]
-    distinct = {x.data_ptr(): x.nbytes for x in (*sums.tensors.values(), *bases)}
+    tensors = operator._factor_sums().tensors.values()
+    distinct = {x.data_ptr(): x.nbytes for x in tensors}
     return sum(distinct.values())
 
 

@@ -3,8 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
-from typing import Self, TypeVar
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +15,14 @@ from curvlinops.layers.factors import FactoredGradient, KroneckerShape
 from curvlinops.layers.gradients import sum_of, total
 from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.samples import SampleGradients
-from curvlinops.operators.kfac.blocks import WEIGHT, layers_of
+from curvlinops.operators.kfac.blocks import WEIGHT, Block, Layers, Uses, layers_of
 from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.options import FisherType
-from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.operators.kfac.structure import Structure
+from curvlinops.operators.kfac.sums import FactorSums, selected
 from curvlinops.operators.vectors import Head, head_of, mark_last
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.layout import ParameterView
-from curvlinops.team.team import Team
 
 _OTHER_USES = (
     "Layers use parameters in other ways in a further pass over the data than in that for the "
@@ -31,9 +32,9 @@ _OTHER_USES = (
 
 
 class BlockSum(ABC):
-    """A sum over a block's gradients as matrices ``[G, O, I]``, by kind, see ``Key``.
+    """A sum over gradients of a block, or a stack, as matrices ``[G, O, I]``; by kind.
 
-    Subclasses are dataclasses.
+    Subclasses are dataclasses. Groups are the first axis of their tensors, and of sums.
 
     Attributes:
         shape: The shape of these matrices.
@@ -56,20 +57,25 @@ class BlockSum(ABC):
     #: Whether there is a closed form for a head.
     has_head = False
 
-    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the sums over the gradients of a head's parameter."""
+    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
+        """Return summands of the sums over the gradients of a head's parameter."""
         raise NotImplementedError
 
-    def of_gradients(self, gradients: Sequence[FactoredGradient]) -> Iterator[dict[str, Tensor]]:
-        """Yield summands of the sums over a batch, given the gradients of a weight's uses."""
+    def of_gradients(
+        self, gradients: Sequence[FactoredGradient], is_alike: bool = True
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield summands of the sums over a batch, given the gradients of a weight's uses.
+
+        ``is_alike`` says that the uses have matrices of this shape.
+        """
         for gradient in gradients if self.by_position else [sum_of(list(gradients))]:
-            is_alike = KroneckerShape.of(gradient, self.shape.is_bias) == self.shape
-            summands = self.of_factors(gradient) if is_alike else None
+            has_factors = is_alike and isinstance(gradient, FactoredGradient)
+            summands = self.of_factors(gradient) if has_factors else None
             if summands is not None:
                 yield from summands
                 continue
             for some in gradient.slices():
-                if is_alike:
+                if has_factors:
                     weight = gradient.matrices(some).flatten(0, 1)
                 else:
                     weight = self.shape.view.of(gradient.rows(some).flatten(0, 1).flatten(1))
@@ -93,85 +99,115 @@ class BlockSum(ABC):
             x = x.flatten(0, 1)
             yield F.pad(x, (0, 1), value=1.0) if self.has_bias else x, g.flatten(1, 2)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that it is made of."""
-        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the same with other tensors, perhaps none."""
-        return replace(self, **(dict.fromkeys(self.tensors()) | dict(tensors)))
-
-
-Views = tuple[ParameterView, ...]
-OfBlock = TypeVar("OfBlock", bound=BlockSum)
-
-
-def everywhere(
-    own: Mapping[Views, OfBlock], ranks: Team, device: torch.device
-) -> dict[Views, OfBlock]:
-    """Return the results for all blocks in all processes, each of which has some."""
-    tensors = ranks.exchange(
-        {(views, n): x for views, of_block in own.items() for n, x in of_block.tensors().items()},
-        device,
-    )
-    by_views: dict[Views, dict[str, Tensor]] = {}
-    for (views, name), x in tensors.items():
-        by_views.setdefault(views, {})[name] = x
-    plain = [(views, of_block.with_tensors({})) for views, of_block in own.items()]
-    return {
-        views: of_block.with_tensors(by_views.get(views, {}))
-        for views, of_block in chain.from_iterable(ranks.gather_objects(plain))
-    }
+    def part(self, stack: Block, indices: Sequence[int]) -> Self:
+        """Return the sum for some blocks of the stack that this one is for."""
+        number, some = len(stack.singles), selected(indices)
+        if len(indices) == number:
+            return self
+        shape = stack.singles[indices[0]].terms[0].shape
+        tensors = {
+            name: x.unflatten(0, (number, -1))[some].flatten(0, 1)
+            for name, x in vars(self).items()
+            if isinstance(x, Tensor)
+        }
+        return replace(self, shape=shape._replace(groups=shape.groups * len(indices)), **tensors)
 
 
 def add_block_sums(
     sums: FactorSums,
     problem: BatchProblem,
     samples: SampleGradients,
-    wanted: Mapping[Views, BlockSum],
+    wanted: Mapping[Block, BlockSum],
 ) -> None:
-    """Add a batch, whose uses must be those that were seen before, to the sums of blocks."""
+    """Add a batch, whose uses must be those that were seen before, to the sums of stacks."""
     dtype, options, head = sums.space.dtype, sums.options, None
     if options.fisher_type is FisherType.TYPE2 and all(x.has_head for x in wanted.values()):
         head = head_of(problem, samples, options.exact)
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
-        for views in [views for views in wanted if views[0].name in head.names]:
-            for kind, tensor in wanted[views].of_head(head, views[0].name, dtype).items():
-                sums.add((views, kind), tensor)
+        for stack, i in ((x, i) for x in wanted for i in range(len(x.singles))):
+            if (name := stack.singles[i].names[0]) in head.names:
+                pieces = wanted[stack].part(stack, [i]).of_head(head, name, dtype)
+                _add(sums, stack, [i], pieces)
         samples = head.before
     for u, last in mark_last(vectors):
         arrived, layers = samples.arrive(u, last), layers_of(samples, options.reduced)
-        if not sums.uses.includes(layers.keys(), samples.fallbacks):
+        if not sums.uses.includes(Uses(frozenset(layers), samples.fallbacks)):
             raise ValueError(_OTHER_USES)
-        by_view: dict[ParameterView, list[ParameterUse]] = {views[0]: [] for views in wanted}
-        for use, places in layers.items():
-            by_view.get(use.view, []).extend(places)
-        arrived.keep(chain(*by_view.values()))
+        known = "blocks", sums.structure
+        summands = samples.known(known, partial(_summands, sums.structure, layers))
+        of_wanted = {i: x.uses for i, x in enumerate(summands) if x.stack in wanted}
+        arrived.keep(chain(*of_wanted.values()))
         unassigned = {
-            view for view, places in by_view.items() if any(x.samples is None for x in places)
+            i
+            for i, uses in of_wanted.items()
+            if not wanted[summands[i].stack].by_position and any(x.samples is None for x in uses)
         }
-        unassigned -= {views[0] for views, of_block in wanted.items() if of_block.by_position}
         if unassigned:
             samples.refuse_interaction()
-        for views, of_block in wanted.items():
+        is_single = (i in unassigned or not x.is_alike for i, x in enumerate(summands))
+        treatments = [
+            x if single else x.stack for x, single in zip(summands, is_single, strict=True)
+        ]
+        for some in arrived.stacks(of_wanted, treatments.__getitem__):
+            stack, indices = summands[some[0]].stack, [summands[i].index for i in some]
+            of_block = wanted[stack].part(stack, indices)
             # memory of gradients that were added is given back at once
             gradients = [
-                arrived.take(place, by_position=True).to(dtype) for place in by_view[views[0]]
+                arrived.take(*uses, by_position=True).to(dtype)
+                for uses in zip(*(of_wanted[i] for i in some), strict=True)
             ]
-            if views[0] in unassigned:
+            if some[0] in unassigned:
+                views = stack.singles[indices[0]].views
                 pieces = _one_by_one(of_block, views, samples, u, dtype)
             else:
-                pieces = of_block.of_gradients(gradients) if gradients else ()
-            for piece in pieces:
-                for kind, tensor in piece.items():
-                    sums.add((views, kind), tensor)
-    sums.add(WEIGHT, samples.weight.double())
+                pieces = of_block.of_gradients(gradients, summands[some[0]].is_alike)
+            _add(sums, stack, indices, pieces)
+    sums.add(WEIGHT, [0], samples.weight.double())
+
+
+def _add(
+    sums: FactorSums, stack: Block, indices: Sequence[int], pieces: Iterable[dict[str, Tensor]]
+) -> None:
+    for piece in pieces:
+        for kind, tensor in piece.items():
+            sums.add(stack.key(kind), indices, tensor)
+
+
+class Summand(NamedTuple):
+    """The uses of a block's weight in a graph.
+
+    Attributes:
+        stack: The block, or the stack that it is in.
+        index: Its number there.
+        uses: The uses.
+        is_alike: Whether these have matrices of the block's shape.
+    """
+
+    stack: Block
+    index: int
+    uses: tuple[ParameterUse, ...]
+    is_alike: bool
+
+
+def _summands(structure: Structure, layers: Layers) -> list[Summand]:
+    """Return the uses of all blocks that are Kronecker products, in the order of stacks."""
+    by_view: dict[ParameterView, list[tuple]] = {}
+    for use, uses in layers.items():
+        by_view.setdefault(use.view, []).append((use, uses))
+    summands = []
+    for stack in structure.stacks:
+        for i, block in enumerate(stack.singles if stack.terms else ()):
+            if found := by_view.get(block.views[0]):
+                are_alike = all(use.shape == block.terms[0].shape for use, _ in found)
+                uses = tuple(chain.from_iterable(uses for _, uses in found))
+                summands.append(Summand(stack, i, uses, are_alike))
+    return summands
 
 
 def _one_by_one(
     of_block: BlockSum,
-    views: Views,
+    views: tuple[ParameterView, ...],
     samples: SampleGradients,
     u: Tensor,
     dtype: torch.dtype,

@@ -1,9 +1,10 @@
 """Layers' uses of parameters, and the diagonal blocks that follow from these."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,24 +22,12 @@ from curvlinops.structured.kronecker import (
 from curvlinops.structured.layout import Layout, ParameterView, are_disjoint
 from curvlinops.support.files import recorded
 
-#: What a sum over data is of, the second entry of its ``Key``: second moments of inputs, their
-#: number, second moments of output gradients, exact blocks, squares in an eigenbasis, factors of
-#: another fit than KFAC's, products of the exact block with vectors.
+#: What a sum over data is of: second moments of inputs, their number, second moments of output
+#: gradients, exact blocks, squares in an eigenbasis, factors of another fit than KFAC's, products
+#: of the exact block with vectors. Eigenbases are kept beside them.
 INPUTS, INPUT_COUNT, GRADIENTS, MATRIX, MOMENT = "A", "count", "B", "matrix", "moment"
 FIT_INPUTS, FIT_OUTPUTS, PRODUCTS = "fit A", "fit B", "products"
-#: Those with ``Block.views``.
-OF_BLOCKS = (MOMENT, FIT_INPUTS, FIT_OUTPUTS, PRODUCTS)
-
-#: The key of a sum over data. Its first entry is a ``LayerUse`` for the moments of its output
-#: gradients; the ``LayerUse``s that had the same inputs, for these and their number; a parameter's
-#: name for its exact block; ``Block.views`` for those in ``OF_BLOCKS``.
-Key = tuple[Any, str]
-
-#: The key of the data's weight: the number, or total weight, of loss terms.
-WEIGHT: Key = (None, "weight")
-
-#: What is counted, so that it has no normalization.
-COUNTS = (INPUT_COUNT, WEIGHT[1])
+BASIS_OUTPUTS, BASIS_INPUTS = BASES = "basis B", "basis A"
 
 #: Parameters with at most so many entries get one exact block. Larger ones get one for each vector
 #: along the last axis.
@@ -75,17 +64,6 @@ class LayerUse:
     partner: ParameterView | None = None
     shares_gradients: bool = False
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # kept, as the hash of views
-        return hash((self.view, self.shape, self.is_product, self.partner))
-
-    def __reduce__(self) -> tuple:
-        fields = self.view, self.shape, self.is_product, self.partner, self.shares_gradients
-        return LayerUse, fields
-
     @property
     def name(self) -> str:
         """The parameter."""
@@ -103,18 +81,28 @@ class Uses(NamedTuple):
     Attributes:
         known: The uses by layers. Parameters without any use do not change the output.
         unknown: Parameters whose uses are not known, each with the reason.
+        inputs: The uses that had the same inputs on a batch, whose sum they share.
     """
 
     known: frozenset[LayerUse] = frozenset()
     unknown: Mapping[str, str] = {}
+    inputs: frozenset[tuple[LayerUse, ...]] = frozenset()
 
     def union(self, other: "Uses") -> "Uses":
         """Return the uses that one or the other shows."""
-        return Uses(self.known | other.known, dict(other.unknown | self.unknown))
+        unknown = dict(other.unknown | self.unknown)
+        return Uses(self.known | other.known, unknown, self.inputs | other.inputs)
 
-    def includes(self, known: Collection[LayerUse], unknown: Mapping[str, str]) -> bool:
+    def includes(self, other: "Uses") -> bool:
         """Return whether other uses are among these."""
-        return self.known.issuperset(known) and self.unknown.keys() >= unknown.keys()
+        are_known = self.known >= other.known and self.inputs >= other.inputs
+        return are_known and self.unknown.keys() >= other.unknown.keys()
+
+    def of(self, names: Collection[str]) -> "Uses":
+        """Return the uses of some parameters, which share no inputs with others."""
+        known = frozenset(use for use in self.known if use.name in names)
+        unknown = {name: reason for name, reason in self.unknown.items() if name in names}
+        return Uses(known, unknown, frozenset(x for x in self.inputs if x[0].name in names))
 
     @property
     def names(self) -> set[str]:
@@ -122,17 +110,61 @@ class Uses(NamedTuple):
         return {use.name for use in self.known} | self.unknown.keys()
 
 
+@recorded
+@dataclass(frozen=True)
+class Stack:
+    """The key of sums of equal shape, which are side by side in one tensor ``[L G, *]``.
+
+    Attributes:
+        kind: What they are sums of.
+        of: For each of the L sums: a ``LayerUse`` for the moments of its output gradients; the
+            ``LayerUse``s that had the same inputs, for these and their number; a parameter's name
+            for its exact block; else ``Block.views``.
+    """
+
+    kind: str
+    of: tuple[Any, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # each batch looks up the sums of hundreds of layers
+        return hash((self.kind, self.of))
+
+    def __reduce__(self) -> tuple:  # other processes have other hashes
+        return Stack, (self.kind, self.of)
+
+    @cached_property
+    def counts(self) -> "Stack":
+        """The key of the numbers of inputs."""
+        return Stack(INPUT_COUNT, self.of)
+
+    def names(self, index: int) -> set[str]:
+        """Return the parameters to whose blocks one of the sums belongs."""
+        of = self.of[index]
+        if self.kind == WEIGHT.kind:
+            return set()
+        if self.kind == MATRIX:
+            return {of}
+        if self.kind == GRADIENTS:
+            return {of.name, of.partner.name} if of.shares_gradients else {of.name}
+        return {part.name for part in of}
+
+
+#: The key of the data's weight: the number, or total weight, of loss terms.
+WEIGHT = Stack("weight", (None,))
+
+#: What is counted, so that it has no normalization.
+COUNTS = (INPUT_COUNT, WEIGHT.kind)
+
+
 #: How layers use parameters, and where in a graph.
 Layers = Mapping[LayerUse, Sequence[ParameterUse]]
 
 
 def layers_of(samples: SampleGradients, reduced: frozenset[str]) -> Layers:
-    """Return the uses of a batch.
-
-    Args:
-        samples: The batch's forward pass.
-        reduced: The parameters that are treated by the reduce setting.
-    """
+    """Return the uses of a batch, given the parameters that have the reduce setting."""
     return samples.known(("layers", reduced), lambda: _layers(samples, reduced))
 
 
@@ -178,11 +210,15 @@ class Term(NamedTuple):
 
     Attributes:
         shape: Its shape.
+        of_gradients: The uses whose sums make up B; for stacks, the keys of these sums.
+        of_inputs: Those whose inputs make up A, together where they had the same inputs.
         gradients: B, the second moment of output gradients; ``None`` if it is not yet known.
         inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
     """
 
     shape: KroneckerShape
+    of_gradients: tuple[Any, ...] = ()
+    of_inputs: tuple[Any, ...] = ()
     gradients: Factor | None = None
     inputs: Factor | None = None
 
@@ -194,12 +230,13 @@ class Term(NamedTuple):
 
 @dataclass(eq=False)
 class Block:
-    """A diagonal block of the approximation.
+    """A diagonal block of the approximation, or a stack of several equal ones.
 
     Attributes:
-        views: The entries of a parameter, or of a weight and of its bias.
+        views: The entries of a parameter, or of a weight and of its bias; those of a stack's first
+            block, then of the next.
         structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
-        terms: The Kronecker products that it is the sum of.
+        terms: The Kronecker products that it is the sum of, with the groups of all blocks.
         groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
         weight: For a bias with a block of its own: the weight to whose products it is added.
         reason: Why it has this structure.
@@ -207,8 +244,8 @@ class Block:
             diagonals ``[G, n]``; ``None`` if they are not yet known.
         is_here: Whether this process has its matrices.
         basis: An eigenbasis; ``matrix`` then has the eigenvalues ``[G, O, I]``.
-        members: The equal blocks that it is a stack of; empty for a single one. The matrices of a
-            stack, its ``views`` and its ``groups`` are those of the first one, then of the next.
+        members: The blocks that it is a stack of; empty for a single one.
+        keys: The keys of sums for it, by kind.
     """
 
     views: tuple[ParameterView, ...]
@@ -221,6 +258,7 @@ class Block:
     is_here: bool = True
     basis: Any = None
     members: "tuple[Block, ...]" = ()
+    keys: dict[str, Stack] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -234,8 +272,39 @@ class Block:
             return Layout.of_several([member.layout for member in self.members])
         if not self.terms:
             return Layout(self.views)
-        shape = self.terms[0].shape if self.basis is None else self.basis.shape
+        shape = self.terms[0].shape
         return Layout((shape.view, *self.views[1:]), shape.groups * shape.outputs)
+
+    @property
+    def singles(self) -> "tuple[Block, ...]":
+        """The blocks that it is made of, without their matrices."""
+        return self.members or (self,)
+
+    def key(self, kind: str) -> Stack:
+        """Return the key of sums for it, in a pass that knows the factors."""
+        if kind not in self.keys:
+            self.keys[kind] = Stack(kind, tuple(block.views for block in self.singles))
+        return self.keys[kind]
+
+    @cached_property
+    def parts(self) -> "tuple[Block, ...]":
+        """The blocks that it is made of, with views of its matrices."""
+        if not self.members:
+            return (self,)
+        number, parts = len(self.members), []
+        matrices = [None] * number if self.matrix is None else self.matrix.tensor_split(number)
+        for i, member in enumerate(self.members):
+            terms = [
+                term._replace(
+                    gradients=whole.gradients and whole.gradients.parts(number)[i],
+                    inputs=whole.inputs and whole.inputs.parts(number)[i],
+                )
+                for term, whole in zip(member.terms, self.terms, strict=True)
+            ]
+            basis = self.basis and self.basis.part(self, [i])
+            of_member = {"matrix": matrices[i], "is_here": self.is_here, "basis": basis}
+            parts.append(replace(member, terms=tuple(terms), **of_member))
+        return tuple(parts)
 
     def operator(self) -> StructuredLinearOperator:
         """Return the operator on the block's entries, in the order of the first product."""
@@ -263,32 +332,22 @@ def moment_factor(matrix: Tensor, ranks: Tensor | None = None) -> Factor:
 
 
 def plan_blocks(
-    uses: Uses, shapes: Mapping[str, tuple[int, ...]], options: Options
+    uses: Uses,
+    shapes: Mapping[str, tuple[int, ...]],
+    options: Options,
+    firsts: Mapping[ParameterView, KroneckerShape] = MappingProxyType({}),
 ) -> tuple[Block, ...]:
-    """Choose the structure of all blocks.
+    """Choose the structure of all blocks, given the shapes of all parameters.
 
-    Args:
-        uses: The uses of the parameters by layers.
-        shapes: The shapes of all parameters.
-        options: The options of the approximation.
+    Blocks are in the order of their first Kronecker product. That may be given for some.
 
     Raises:
         NotImplementedError: If a parameter has no structure and none was chosen as fallback.
         ValueError: If two parameters have one block and different settings.
     """
-    return _planned(uses.known, tuple(uses.unknown.items()), tuple(shapes.items()), options)
-
-
-@lru_cache(maxsize=16)  # factors that are computed anew mostly have the same blocks
-def _planned(
-    known: frozenset[LayerUse],
-    reasons: tuple[tuple[str, str], ...],
-    shapes: tuple[tuple[str, tuple[int, ...]], ...],
-    options: Options,
-) -> tuple[Block, ...]:
-    unknown = dict(reasons)
+    unknown = uses.unknown
     by_name: dict[str, list[LayerUse]] = {}
-    for use in known:
+    for use in uses.known:
         if use.name not in unknown and use.view.size:
             by_name.setdefault(use.name, []).append(use)
     pairs = _pairs(by_name)
@@ -296,7 +355,7 @@ def _planned(
     for weight, bias in joined.items():
         _check_same_setting(weight, bias, options)
     blocks: list[Block] = []
-    for name, shape in shapes:
+    for name, shape in shapes.items():
         if name in joined.values():
             continue
         if name in by_name:
@@ -308,10 +367,45 @@ def _planned(
             blocks.append(Block((ParameterView.whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    if options.joint:
-        return tuple(blocks)
+    for block in blocks:
+        first = firsts.get(block.views[0])
+        block.terms = tuple(sorted(block.terms, key=lambda term: term.shape != first))
+    sources = _Sources(uses)
     partners = {use.view: use.partner for name in pairs.values() for use in by_name[name]}
-    return tuple(replace(block, weight=partners.get(block.views[0])) for block in blocks)
+    return tuple(
+        replace(
+            block,
+            terms=tuple(sources.of(block.views[0], term) for term in block.terms),
+            weight=None if options.joint else partners.get(block.views[0]),
+        )
+        for block in blocks
+    )
+
+
+class _Sources:
+    """Which sums make up the factors of blocks."""
+
+    def __init__(self, uses: Uses):
+        self._uses: dict[ParameterView, list[LayerUse]] = {}
+        self._inputs: dict[LayerUse, list[tuple[LayerUse, ...]]] = {}
+        for use in uses.known:
+            self._uses.setdefault(use.view, []).append(use)
+        for together in uses.inputs:
+            for use in together:
+                self._inputs.setdefault(use, []).append(together)
+
+    def of(self, view: ParameterView, term: Term) -> Term:
+        """Return a term of a view with the uses that its factors are of."""
+        found: set[LayerUse] = set()
+        for use in self._uses[view]:
+            if use.shape == term.shape and use.shape.is_bias and use.shares_gradients:
+                weights = self._uses[use.partner]
+                found.update(weight for weight in weights if weight.partner == view)
+            elif use.shape == term.shape:
+                found.add(use)
+        inputs = {x for use in found if not term.shape.is_bias for x in self._inputs.get(use, ())}
+        # in the same order, so with the same rounding, in all processes
+        return Term(term.shape, tuple(_ordered(found)), tuple(_ordered(inputs)))
 
 
 def _check_same_setting(weight: str, bias: str, options: Options) -> None:

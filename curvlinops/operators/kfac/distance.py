@@ -9,8 +9,9 @@ from torch import Tensor
 from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape
 from curvlinops.layers.outer import OuterProducts
-from curvlinops.operators.kfac.block_sums import BlockSum, Views
-from curvlinops.operators.kfac.blocks import PRODUCTS, Block
+from curvlinops.operators.kfac.block_sums import BlockSum
+from curvlinops.operators.kfac.blocks import PRODUCTS, Block, Stack
+from curvlinops.operators.kfac.structure import Structure
 from curvlinops.support.rng import seeded
 
 
@@ -19,9 +20,7 @@ class ExactProducts(BlockSum):
     """Products of the exact block with some vectors.
 
     Attributes:
-        shape: See ``BlockSum``.
-        has_bias: See ``BlockSum``.
-        vectors: The vectors, as matrices ``[K, G, O, I]``.
+        vectors: The vectors of each of L blocks, as matrices ``[L, K, G, O, I]``.
     """
 
     shape: KroneckerShape
@@ -35,59 +34,69 @@ class ExactProducts(BlockSum):
         return ({PRODUCTS: self._of_outer_products(x, g)} for x, g in self.positions(gradient))
 
     def _of_outer_products(self, x: Tensor, g: Tensor) -> Tensor:
-        """Return the products with ``g x^T``, of x ``[P, G, I]`` and g ``[V, P, G, O]``."""
-        images = torch.einsum("kgoi,ngi->nkgo", self.vectors, x)
-        products = torch.einsum("vngo,nkgo->vnk", g, images)
-        return torch.einsum("vnk,vngo,ngi->kgoi", products, g, x)
+        """Return the products with ``g x^T``, of x ``[P, L G, I]`` and g ``[V, P, L G, O]``."""
+        x, g = x.unflatten(1, (len(self.vectors), -1)), g.unflatten(2, (len(self.vectors), -1))
+        images = torch.einsum("lkgoi,nlgi->nlkgo", self.vectors, x)
+        products = torch.einsum("vnlgo,nlkgo->vnlk", g, images)
+        return torch.einsum("vnlk,vnlgo,nlgi->lkgoi", products, g, x)
 
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return ``sum vec(G) vec(G)^T`` times the vectors, over gradients ``[P, G, O, I]``."""
-        rows, vectors = rows.flatten(1), self.vectors.flatten(1)
-        return {PRODUCTS: ((vectors @ rows.T) @ rows).reshape(self.vectors.shape)}
+        """Return ``sum vec(G) vec(G)^T`` times the vectors, over gradients ``[P, L G, O, I]``."""
+        rows = rows.unflatten(1, (len(self.vectors), -1)).flatten(2).transpose(0, 1)
+        products = (self.vectors.flatten(2) @ rows.mT) @ rows
+        return {PRODUCTS: products.reshape(self.vectors.shape)}
 
 
 def exact_products(
-    blocks: Iterable[Block], like: Tensor, num: int, seed: int
-) -> dict[Views, ExactProducts]:
+    structure: Structure, like: Tensor, num: int, seed: int
+) -> dict[Block, ExactProducts]:
     """Return the products with random signs, or all unit vectors, that estimate the distances."""
-    found, generator = {}, seeded(like.device, seed)
-    for block in blocks:
+    vectors, generator = dict[tuple, Tensor](), seeded(like.device, seed)
+    for block in structure.blocks:
         if not block.terms:
             continue
-        shape, has_bias = block.terms[0].shape, len(block.views) > 1
-        matrix = shape.groups, shape.outputs, shape.inputs + has_bias
-        size = block.layout.size
+        shape, size = block.terms[0].shape, block.layout.size
         if size <= num:
-            vectors = torch.eye(size, dtype=like.dtype, device=like.device)
+            some = torch.eye(size, dtype=like.dtype, device=like.device)
         else:
             signs = torch.randint(2, (num, size), generator=generator, device=like.device)
-            vectors = (2 * signs - 1).to(like.dtype)
-        found[block.views] = ExactProducts(shape, has_bias, vectors.reshape(-1, *matrix))
+            some = (2 * signs - 1).to(like.dtype)
+        inputs = shape.inputs + len(block.views) - 1
+        vectors[block.views] = some.reshape(-1, shape.groups, shape.outputs, inputs)
+    found = {}
+    for stack in structure.stacks:
+        if stack.terms:
+            of_stack = torch.stack([vectors.pop(block.views) for block in stack.singles])
+            has_bias = len(stack.singles[0].views) > 1
+            found[stack] = ExactProducts(stack.terms[0].shape, has_bias, of_stack)
     return found
 
 
 def distances(
-    blocks: Iterable[Block], wanted: Mapping[Views, ExactProducts], products: Mapping[Views, Tensor]
+    stacks: Iterable[Block], wanted: Iterable[ExactProducts], products: Mapping[Stack, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor, bool]]:
     """Return squared norms of ``(K - F) z`` and of ``F z``, ``[vectors]``, by parameter.
 
-    K are the blocks, and ``F z`` the products. Also whether the vectors z are all unit vectors.
+    K are the stacks of blocks, and ``F z`` the products. Also whether the vectors z are all unit
+    vectors.
     """
     found: dict[str, tuple[Tensor, Tensor, bool]] = {}
-    for block in blocks:
-        if block.views not in wanted:
+    for stack, of_stack in zip(stacks, wanted, strict=True):
+        if not stack.is_here:
             continue
-        Z = wanted[block.views].vectors.flatten(1)
-        exact = products.get(block.views, torch.zeros_like(Z)).reshape(Z.shape)
-        apart = (block.operator() @ Z.T).T - exact
-        squares = [x.double().square().sum(1).cpu() for x in (apart, exact)]
-        is_exact = len(Z) == Z.shape[1]
-        if is_exact:
-            squares = [x.sum(0, keepdim=True) for x in squares]
-        if (other := found.get(block.names[0])) is not None:
-            squares = [x + y for x, y in zip(squares, other, strict=False)]
-            is_exact = is_exact and other[2]
-        found[block.names[0]] = (*squares, is_exact)
+        Z = of_stack.vectors.flatten(2)
+        exact = products.get(stack.key(PRODUCTS), torch.zeros_like(Z)).reshape(Z.shape)
+        columns = stack.operator() @ Z.transpose(0, 1).flatten(1).T
+        apart = columns.T.unflatten(1, (len(Z), -1)).transpose(0, 1) - exact
+        of_blocks = zip(*(x.double().square().sum(2).cpu() for x in (apart, exact)), strict=True)
+        for block, squares in zip(stack.singles, of_blocks, strict=True):
+            is_exact = Z.shape[1] == Z.shape[2]
+            if is_exact:
+                squares = [x.sum(0, keepdim=True) for x in squares]
+            if (other := found.get(block.names[0])) is not None:
+                squares = [x + y for x, y in zip(squares, other, strict=False)]
+                is_exact = is_exact and other[2]
+            found[block.names[0]] = (*squares, is_exact)
     return found
 
 

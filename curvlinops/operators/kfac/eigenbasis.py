@@ -1,14 +1,15 @@
 """Second moments of gradients in the eigenbasis of a Kronecker product."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation, squares_of_rows
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation
 from curvlinops.operators.kfac.block_sums import BlockSum
-from curvlinops.operators.kfac.blocks import MOMENT, Block
+from curvlinops.operators.kfac.blocks import BASIS_INPUTS, BASIS_OUTPUTS, MOMENT, Block, Stack
+from curvlinops.operators.kfac.moments import squares_of_rows
 from curvlinops.operators.vectors import Head
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor, identity
@@ -17,10 +18,8 @@ from curvlinops.structured.kronecker import (
     KroneckerProductLinearOperator,
 )
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.files import recorded
 
 
-@recorded
 @dataclass(frozen=True)
 class Basis(BlockSum):
     """An orthogonal basis of a block's matrices ``[G, O, I]``.
@@ -36,6 +35,11 @@ class Basis(BlockSum):
     outputs: Tensor | None
     inputs: Tensor | None
     has_bias: bool
+
+    @classmethod
+    def of_block(cls, block: Block, outputs: Tensor | None, inputs: Tensor | None) -> "Basis":
+        """Return the basis of a block, or of a stack of several."""
+        return cls(block.terms[0].shape, outputs, inputs, len(block.singles[0].views) > 1)
 
     def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
         """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``.
@@ -53,42 +57,38 @@ class Basis(BlockSum):
         vectors = KroneckerProductLinearOperator(*factors)
         return EighDecomposedLinearOperator(eigenvalues.flatten(), vectors)
 
-    def of_factors(self, gradient: FactoredGradient) -> list[dict[str, Tensor]]:
+    def of_factors(self, gradient: FactoredGradient) -> list[dict[str, Tensor]] | None:
         """Return the sum of squared gradients in this basis, ``[G, O, I]``, of rotated factors."""
-        return [{MOMENT: gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)}]
+        squares = gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)
+        return None if squares is None else [{MOMENT: squares}]
 
     has_head = True
 
-    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""
         gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]
-        return {MOMENT: gradient.to(dtype).squares_in_basis(None, self.inputs, self.has_bias)}
+        return replace(self, outputs=None).of_gradients([gradient.to(dtype)])
 
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the sum of squares of ``[P, G, O, I]`` in this basis, ``[G, O, I]``."""
         return {MOMENT: squares_of_rows(rows, self.outputs, self.inputs)}
 
 
-def eigenbases(blocks: Iterable[Block]) -> dict[tuple[ParameterView, ...], Basis]:
-    """Return the eigenbases of blocks and stacks that are Kronecker products, by their views.
+def eigenbases(stack: Block, known: Set[tuple[ParameterView, ...]]) -> dict[Stack, Tensor]:
+    """Return the eigenbases of a stack's blocks that are Kronecker products, but for known ones.
 
     A sum of Kronecker products gets that of the first one. Axes along which another one is diagonal
     keep the standard basis.
     """
     bases = {}
-    for stack in blocks:
-        members, name = stack.members or (stack,), f"A factor of '{', '.join(stack.names)}'"
-        pairs = zip(
-            *(
-                [None] * len(members)
-                if factor is None
-                else factor.eigh(name=name)[1].tensor.tensor_split(len(members))
-                for factor in _axes(stack)
-            ),
-            strict=True,
-        )
-        for block, pair in zip(members, pairs, strict=True):
-            bases[block.views] = Basis(block.terms[0].shape, *pair, len(block.views) > 1)
+    parts = [stack] if known.isdisjoint(block.views for block in stack.singles) else stack.parts
+    for block in parts:
+        if block.views in known:
+            continue
+        name = f"A factor of '{', '.join(block.names)}'"
+        for kind, factor in zip((BASIS_OUTPUTS, BASIS_INPUTS), _axes(block), strict=True):
+            if factor is not None:
+                bases[block.key(kind)] = factor.eigh(name=name)[1].tensor
     return bases
 
 

@@ -1,22 +1,20 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
+from collections.abc import Mapping, Set
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from curvlinops.operators.kfac.block_sums import everywhere
-from curvlinops.operators.kfac.blocks import GRADIENTS, MOMENT, Block
+from curvlinops.operators.kfac.blocks import BASES, MOMENT, Block, Stack
 from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import with_matrices
+from curvlinops.operators.kfac.layout import matrices
 from curvlinops.operators.kfac.options import FisherType
-from curvlinops.operators.kfac.stacks import stacked
-from curvlinops.operators.kfac.sums import ChangedError, FactorSums
+from curvlinops.operators.kfac.sums import ChangedError, FactorSums, moved
 from curvlinops.risk.data import Batches
-from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.layout import ParameterView
 
 
 class EKFACLinearOperator(KroneckerFactoredLinearOperator):
@@ -59,57 +57,54 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     def _compute(
         self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
     ) -> FactorSums:
-        first, before = sums.num_batches, sums.bases
+        first, before, kept = sums.num_batches, set[tuple](), dict[Stack, Tensor]()
         sums = super()._compute(sums, batches, known)
+        if known is not None:
+            kept = {stack: x for stack, x in known.tensors.items() if stack.kind in BASES}
+            before.update(*(stack.of for stack in known.tensors if stack.kind == MOMENT))
+        blocks = {block.views: block for block in sums.structure.blocks if block.terms}
         with sums.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
-            if lost := before.keys() - {block.views for block in sums.blocks if block.terms}:
+            if lost := before - blocks.keys():
                 raise ChangedError(next(iter(lost))[0].name)
-        bases = self._bases_everywhere(sums, before)
-        moments = self._block_means("eigenvalues", sums, first, bases, batches)
-        for block in with_matrices(sums, _complete(sums)):
-            squares = moments.get((block.views, MOMENT))
-            if block.is_here and squares is not None:
-                _remove_rounding(squares, block, bases[block.views])
-        sums.tensors |= moments
-        return replace(sums, bases=bases).own()
+        firsts = {views[0]: block.terms[0].shape for views, block in blocks.items()}
+        sums = replace(sums, firsts=firsts)  # as the structure has them already
+        if sums.scale is None:
+            sums.normalize(self.risk.scale)
+        bases = self._bases(sums, kept, before)
+        wanted = {
+            stack: Basis.of_block(stack, *(bases.get(stack.key(kind)) for kind in BASES))
+            for stack in sums.structure.stacks
+            if stack.terms
+        }
+        moments = self._block_means("eigenvalues", sums, first, wanted, batches)
+        for of_stack, stack in zip(sums.structure.stacks, matrices(sums), strict=True):
+            squares = moments.get(stack.key(MOMENT))
+            if stack.is_here and squares is not None:
+                _remove_rounding(squares, stack, wanted[of_stack])
+        return replace(sums, tensors=sums.tensors | moments | bases).own()
 
-    def _bases_everywhere(
-        self, sums: FactorSums, known: dict[tuple[ParameterView, ...], Basis]
-    ) -> dict[tuple[ParameterView, ...], Basis]:
-        """Return the eigenbases of all blocks, those that are not known from the ranks' shares."""
-        ranks, products = sums.ranks, [block for block in sums.blocks if block.terms]
-        if not self._is_partitioned:  # all ranks have the same
-            products = [block for block in products if block.views not in known]
-        owners = sums.owners
-        if ranks.size > 1 and not owners:
-            owners = sums.distributed(sums.tensors).owners
-        own = [block for block in products if owners.get(block.names[0], ranks.rank) == ranks.rank]
+    def _bases(
+        self, sums: FactorSums, kept: Mapping[Stack, Tensor], known: Set[tuple]
+    ) -> dict[Stack, Tensor]:
+        """Return the eigenbases of all blocks, of which each process computes some."""
+        ranks = sums.ranks
+        products = {block.views for block in sums.structure.blocks if block.terms}
+        if not sums.owners and products <= known:  # all processes have the same
+            return moved(kept, sums.structure)
+        own = sums if ranks.size == 1 or sums.owners else sums.distributed().own()
         with ranks.raise_on_all_ranks():
-            new = [block for block in own if block.views not in known]
-            bases = known | eigenbases(stacked(sums, with_matrices(sums, new)))
-        if ranks.size == 1:
-            return bases
-        of_own = {block.views: bases[block.views] for block in own}
-        bases |= everywhere(of_own, ranks, self.device)
-        return {block.views: bases[block.views] for block in sums.blocks if block.terms}
+            stacks = (stack for stack in matrices(own) if stack.terms and stack.is_here)
+            new = (eigenbases(stack, known) for stack in stacks)
+            bases = kept | dict(chain.from_iterable(x.items() for x in new))
+        return moved(ranks.exchange(bases, self.device), sums.structure)
 
-    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+    def _damped_inverse(self, damping: Damping) -> tuple:
         if damping.use_heuristic_damping or damping.of_inputs != damping.of_gradients:
             raise ValueError(
                 "Eigenvalue-corrected blocks have no factors to which damping could be added: pass "
                 "one number, without use_heuristic_damping. It is added to the eigenvalues."
             )
-        return self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
-
-
-def _complete(sums: FactorSums) -> list[Block]:
-    """Return the blocks all of whose uses the data shows."""
-    unseen = set[ParameterView]()
-    for use in sums.uses.known:
-        has_own = not (use.shares_gradients and use.shape.is_bias)
-        if has_own and (use, GRADIENTS) not in sums.tensors:
-            unseen |= {use.view, use.partner} if use.shares_gradients else {use.view}
-    return [block for block in sums.blocks if unseen.isdisjoint(block.views)]
+        return super()._damped_inverse(damping)
 
 
 def _remove_rounding(squares: Tensor, block: Block, basis: Basis) -> None:

@@ -1,29 +1,31 @@
 """Adds a batch to the sums from which the blocks of an approximation are computed."""
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, gradient_factor, input_factor, moment
+from curvlinops.layers.factors import FactoredGradient, moment
 from curvlinops.layers.gradients import PerSampleGradient, Piece, sum_of
 from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.recorded import Arrived
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     GRADIENTS,
-    INPUT_COUNT,
     INPUTS,
     MATRIX,
     WEIGHT,
-    Block,
     Layers,
     LayerUse,
     Uses,
     layers_of,
 )
+from curvlinops.operators.kfac.moments import gradient_factor, input_factor
 from curvlinops.operators.kfac.options import FisherType, Options
+from curvlinops.operators.kfac.structure import Place
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.vectors import (
     Head,
@@ -59,7 +61,7 @@ def backpropagated(
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
-    """Add a batch to sums, whose blocks change if it shows new uses.
+    """Add a batch to sums, whose structure changes if it shows new uses.
 
     Raises:
         ChangedError: If the batch uses a parameter in a way for which other sums are needed than
@@ -68,7 +70,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     options, counts, padding, head = sums.options, list[Tensor](), Padding(problem), None
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
-    if head is not None and not sums.exact_blocks.keys().isdisjoint(head.names):
+    if head is not None and not sums.structure.exact.keys().isdisjoint(head.names):
         head = None
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
@@ -78,49 +80,42 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         arrived = samples.arrive(u, last)
         if chunk == 0:
             layers = layers_of(samples, options.reduced)
-            _add_uses(sums, layers, samples)
-            exact = sums.exact_blocks
-            factored = {
-                use: places
-                for use, places in layers.items()
-                if use.shape is not None
-                and use.name not in exact
-                and not (use.shape.is_bias and use.shares_gradients)  # with its weight
-            }
-            # biases have the B of their weights, which may have exact blocks
-            shared = [
-                use
-                for use in layers
-                if use.name in exact and use.shares_gradients and not use.shape.is_bias
-            ]
+            sharing = () if padding.masks else _sharing(layers, arrived, {}, options)
+            uses = _learned(sums, samples, layers, sharing)
+        exact = sums.structure.exact
         whole = {x: arrived.take(x, by_position=True) for x in samples.uses if x.name in exact}
-        for use in shared:
-            _add_gradients(sums, [use], [whole[x].to(sums.space.dtype) for x in layers[use]])
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
         # memory of gradients that were added is given back at once
-        arrived.keep(chain(*factored.values()))
-        taken = {}
+        known = "factored", sums.structure
+        factored = samples.known(known, partial(_factored, sums, layers))
+        arrived.keep(x for x in chain(*factored.values()) if x not in whole)
+        taken, counting = {x: whole[x] for x in chain(*factored.values()) if x in whole}, {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            taken = {place: arrived.take(place, by_position=True) for place in [*arrived.outputs]}
+            taken |= {place: arrived.take(place, by_position=True) for place in [*arrived.outputs]}
             padding.note(taken)
-        counting = {place: padding.counting(place) for place in taken} if last else {}
-        owners = _owners(factored, arrived, counting, options) if last else {}
-        treatment = {
-            use: (use in owners, use.shape.is_bias, *_treatment(use, options)) for use in factored
-        }
-        stacks = ([use] for use in factored) if taken else arrived.stacks(factored, treatment.get)
-        for stack in stacks:
-            columns = [*zip(*(factored[use] for use in stack), strict=True)]
+            counting = {place: padding.counting(place) for place in taken} if last else {}
+            sharing = _sharing(layers, arrived, counting, options) if last else ()
+            uses = _learned(sums, samples, layers, sharing)
+        if chunk == 0 or padding.masks:
+            known = "summands", sums.structure, sharing
+            summands = samples.known(known, partial(_summands, sums, factored, uses.inputs))
+            uses_of = {i: x.uses for i, x in enumerate(summands)}
+            treatments = [x.stacks for x in summands]
+        later = {i: x for i, x in uses_of.items() if x[0] not in taken}
+        single, alike = uses_of.keys() - later, arrived.stacks(later, treatments.__getitem__)
+        for some in chain(([i] for i in sorted(single)), alike):
+            stack = [summands[i] for i in some]
+            columns = [*zip(*(x.uses for x in stack), strict=True)]
             gradients = [
-                taken.pop(places[0]) if taken else arrived.take(*places, by_position=True)
-                for places in columns
+                taken.pop(uses[0]) if uses[0] in taken else arrived.take(*uses, by_position=True)
+                for uses in columns
             ]
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
-            if stack[0] in owners:
-                masks = [counting.get(places[0]) for places in columns]
-                counts.append(_add_inputs(sums, [owners[use] for use in stack], gradients, masks))
-            if options.fisher_type is not FisherType.FORWARD_ONLY:
+            if stack[0].inputs is not None and last:
+                masks = [counting.get(uses[0]) for uses in columns]
+                counts.append(_add_inputs(sums, stack, gradients, masks))
+            if stack[0].gradients is not None:
                 _add_gradients(sums, stack, gradients)
         if last and not samples.weight and any(counts):
             warn(
@@ -128,31 +123,64 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
                 "ignored, but its inputs count in the averages A of KFAC. Leave it out, or let the "
                 "model's attention_masks(X) be zero there."
             )
-        _add_exact_blocks(sums, exact, pieces)
-    sums.add(WEIGHT, samples.weight.double())
+        _add_exact_blocks(sums, pieces)
+    sums.add(WEIGHT, [0], samples.weight.double())
 
 
-def _add_uses(sums: FactorSums, layers: Layers, samples: SampleGradients) -> None:
-    """Change the blocks of sums if a batch shows new uses."""
-    unknown = samples.fallbacks | _unassigned(layers, sums.options)
-    if not sums.blocks or not sums.uses.includes(layers.keys(), unknown):
-        new = sums.with_uses(sums.uses.union(Uses(frozenset(layers), unknown)))
-        sums.uses, sums.blocks = new.uses, new.blocks
+class Summand(NamedTuple):
+    """What a batch adds to sums: the moments of a use's inputs, and of its output gradients.
+
+    Attributes:
+        use: The use.
+        uses: Where it is in the graph.
+        inputs: The place of the sum for A; ``None`` if another use's or no inputs are added.
+        gradients: The place of the sum for B; ``None`` if nothing is added.
+    """
+
+    use: LayerUse
+    uses: tuple[ParameterUse, ...]
+    inputs: Place | None
+    gradients: Place | None
+
+    @property
+    def stacks(self) -> Hashable:
+        """The stacks that these sums are in. Summands with the same ones are treated alike."""
+        return self.inputs and self.inputs.stack, self.gradients and self.gradients.stack
+
+
+def _factored(sums: FactorSums, layers: Layers) -> Layers:
+    """Return the uses whose output gradients make up factors. Biases may have those of weights."""
+    return {use: x for use, x in layers.items() if sums.structure.place(GRADIENTS, use)}
+
+
+def _summands(
+    sums: FactorSums, factored: Layers, inputs: Iterable[tuple[LayerUse, ...]]
+) -> list[Summand]:
+    """Return what is added for the uses of a graph, in the order of the stacks of sums."""
+    place, places = sums.structure.place, {}
+    for together in inputs:
+        first = next((use for use in together if use in factored), None)
+        places[first] = place(INPUTS, together)
+    summands = [Summand(x, u, places.get(x), place(GRADIENTS, x)) for x, u in factored.items()]
+    summands.sort(key=lambda x: x.gradients.index)
+    if sums.options.fisher_type is FisherType.FORWARD_ONLY:
+        return [x._replace(gradients=None) for x in summands if x.inputs is not None]
+    return summands
 
 
 def _add_head(sums: FactorSums, head: Head) -> None:
     """Add the head's inputs, and the sum of the Hessians for its B."""
     layers, arrived = layers_of(head.own, sums.options.reduced), head.own.zeros()
     dtype = sums.space.dtype
-    _add_uses(sums, layers, head.own)
-    for use, places in layers.items():
-        if not use.shape.is_bias:
-            gradients = [arrived.take(x, by_position=True).to(dtype) for x in places]
-            _add_inputs(sums, [[use]], gradients, [None] * len(places))
-        if not (use.shape.is_bias and use.shares_gradients):
-            diagonal = use.shape.outputs > sums.options.max_factor_size
-            hessian = head.hessian.along(None).sum(0) if diagonal else head.hessian.sum()
-            sums.add((use, GRADIENTS), hessian.to(dtype).unsqueeze(0))
+    sharing = [None if use.shape.is_bias else i for i, use in enumerate(layers)]
+    uses = _learned(sums, head.own, layers, tuple(sharing))
+    for x in _summands(sums, _factored(sums, layers), uses.inputs):
+        if x.inputs is not None:
+            gradients = [arrived.take(place, by_position=True).to(dtype) for place in x.uses]
+            _add_inputs(sums, [x], gradients, [None] * len(x.uses))
+        diagonal = x.use.shape.outputs > sums.options.max_factor_size
+        hessian = head.hessian.along(None).sum(0) if diagonal else head.hessian.sum()
+        sums.add(x.gradients.stack, [x.gradients.index], hessian.to(dtype).unsqueeze(0))
 
 
 def _treatment(use: LayerUse, options: Options) -> tuple[bool, ...]:
@@ -215,26 +243,17 @@ def _attention_masks(problem: BatchProblem) -> list[Tensor]:
     return [mask.bool() for mask in masks]
 
 
-def _unassigned(layers: Layers, options: Options) -> dict[str, str]:
-    """Return the parameters whose gradients of samples are needed but not known, and why."""
-    reasons = {}
-    for use, places in layers.items():
-        is_reduced = use.name in options.reduced
-        if (is_reduced or not use.shape) and any(x.samples is None for x in places):
-            reasons[use.name] = _UNASSIGNED
-    return reasons
-
-
-def _owners(
+def _sharing(
     layers: Layers,
     arrived: Arrived,
     counting: Mapping[ParameterUse, Tensor | None],
     options: Options,
-) -> dict[LayerUse, list[LayerUse]]:
-    """Return the uses whose inputs are added, each with those that have the same inputs."""
-    sharing = dict[Hashable, list[LayerUse]]()
-    for use, places in layers.items():
-        if use.shape.is_bias:
+) -> tuple[int | None, ...]:
+    """Return for each use of a weight the number of the first one that has the same inputs."""
+    firsts, sharing = dict[Hashable, int](), list[int | None]()
+    for i, (use, places) in enumerate(layers.items()):
+        if use.shape is None or use.shape.is_bias:
+            sharing.append(None)
             continue
         masks = [counting.get(place) for place in places]
         key = (
@@ -242,46 +261,55 @@ def _owners(
             *map(arrived.input_key, places),
             *(None if mask is None else mask.cpu().numpy().tobytes() for mask in masks),
         )
-        sharing.setdefault(key, []).append(use)
-    return {uses[0]: uses for uses in sharing.values()}
+        sharing.append(firsts.setdefault(key, i))
+    return tuple(sharing)
+
+
+def _learned(
+    sums: FactorSums, samples: SampleGradients, layers: Layers, sharing: tuple[int | None, ...]
+) -> Uses:
+    """Change the structure of sums if a batch shows new uses, and return its uses."""
+    reduced = sums.options.reduced
+    uses = samples.known(("uses", reduced, sharing), partial(_uses, layers, sharing, reduced))
+    sums.learn(uses._replace(unknown=samples.fallbacks | uses.unknown))
+    return uses
+
+
+def _uses(layers: Layers, sharing: Iterable[int | None], reduced: frozenset[str]) -> Uses:
+    """Return the uses in a graph. Unknown are those whose samples are needed, but not known."""
+    unknown, together = dict[str, str](), dict[int, list[LayerUse]]()
+    for use, places in layers.items():
+        if (use.name in reduced or not use.shape) and any(x.samples is None for x in places):
+            unknown[use.name] = _UNASSIGNED
+    for use, first in zip(layers, sharing, strict=False):  # nothing is known of inputs at first
+        if first is not None:
+            together.setdefault(first, []).append(use)
+    inputs = (x if len(x) == 1 else sorted(x, key=repr) for x in together.values())
+    return Uses(frozenset(layers), unknown, frozenset(map(tuple, inputs)))
 
 
 def _add_inputs(
     sums: FactorSums,
-    stack: Sequence[Sequence[LayerUse]],
+    stack: Sequence[Summand],
     gradients: Sequence[FactoredGradient],
     masks: Sequence[Tensor | None],
 ) -> Tensor:
-    """Add the inputs of products to the sums for A, and return their number.
-
-    Args:
-        sums: The sums.
-        stack: For each of several equal uses: those that have the same inputs.
-        gradients: Their gradients, side by side.
-        masks: The inputs that count, see ``input_factor``.
-    """
-    reduced, bias, diagonal, _ = _treatment(stack[0][0], sums.options)
+    """Add the inputs of equal uses, side by side, to the sums for A; return their number."""
+    reduced, bias, diagonal, _ = _treatment(stack[0].use, sums.options)
     moments, count = input_factor(gradients, masks, reduced, bias, diagonal)
-    for uses, moment_of in zip(stack, _parts(moments, len(stack)), strict=True):
-        key = tuple(uses if len(uses) == 1 else sorted(uses, key=repr))
-        sums.add((key, INPUTS), moment_of)
-        sums.add((key, INPUT_COUNT), count.double())
+    of, indices = stack[0].inputs.stack, [x.inputs.index for x in stack]
+    sums.add(of, indices, moments)
+    sums.add(of.counts, indices, count.double().repeat(len(stack)))
     return count
 
 
 def _add_gradients(
-    sums: FactorSums, stack: Sequence[LayerUse], gradients: Sequence[FactoredGradient]
+    sums: FactorSums, stack: Sequence[Summand], gradients: Sequence[FactoredGradient]
 ) -> None:
     """Add the output gradients of equal uses, side by side, to the sums for B."""
-    reduced, _, _, diagonal = _treatment(stack[0], sums.options)
+    reduced, _, _, diagonal = _treatment(stack[0].use, sums.options)
     moments = gradient_factor(gradients, reduced, diagonal)
-    for use, moment_of in zip(stack, _parts(moments, len(stack)), strict=True):
-        sums.add((use, GRADIENTS), moment_of)
-
-
-def _parts(moments: Tensor, num: int) -> Iterable[Tensor]:
-    """Return the moments of several uses side by side. Views would keep all in memory."""
-    return [moments] if num == 1 else torch.unbind_copy(moments.unflatten(0, (num, -1)))
+    sums.add(stack[0].gradients.stack, [x.gradients.index for x in stack], moments)
 
 
 def _exact_block_gradients(
@@ -306,12 +334,13 @@ def _exact_block_gradients(
     return chain([(slice(0, samples.num_samples), known)], one_by_one)
 
 
-def _add_exact_blocks(sums: FactorSums, blocks: dict[str, Block], pieces: Iterable[Piece]) -> None:
+def _add_exact_blocks(sums: FactorSums, pieces: Iterable[Piece]) -> None:
     """Add outer products of samples' gradients, or their squares, to exact blocks."""
     for _, gradients in pieces:
         for name, gradient in gradients.items():
-            block = blocks[name]
+            block, place = sums.structure.exact[name], sums.structure.place(MATRIX, name)
             for some in gradient.slices():
                 rows = gradient.rows(some).to(sums.space.dtype)
                 rows = rows.reshape(-1, block.groups, gradient.num_entries // block.groups)
-                sums.add((name, MATRIX), moment(rows, diagonal=block.structure == "diagonal"))
+                moments = moment(rows, diagonal=block.structure == "diagonal")
+                sums.add(place.stack, [place.index], moments)

@@ -10,7 +10,7 @@ import torch
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Uses, layers_of
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
-from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.layout import assemble, matrices
 from curvlinops.operators.kfac.partition import in_passes, num_entries, units
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.key import key_of
@@ -148,4 +148,4 @@ def _read(
     all_sums = (part.value for part in parts)
     sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options)
     sums.check_samples(f"directory {path}", num_samples)
-    return assemble(with_matrices(sums), sums)
+    return BlockDiagonalLinearOperator(*assemble(matrices(sums), sums))

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, moment, rotated
 from curvlinops.operators.kfac.block_sums import BlockSum
-from curvlinops.operators.kfac.blocks import FIT_INPUTS, FIT_OUTPUTS, Block, moment_factor
-from curvlinops.operators.kfac.layout import with_matrices
+from curvlinops.operators.kfac.blocks import (
+    FIT_INPUTS,
+    FIT_OUTPUTS,
+    Block,
+    Stack,
+    moment_factor,
+)
 from curvlinops.operators.kfac.options import FitType, Options
-from curvlinops.operators.kfac.sums import FactorSums
+from curvlinops.operators.kfac.sums import FactorSums, moved
 from curvlinops.structured.block_diagonal import about
 from curvlinops.structured.factor import Factor
-from curvlinops.structured.layout import ParameterView
 
 #: The factors of a fit, B and A.
 BOTH = (FIT_OUTPUTS, FIT_INPUTS)
@@ -32,11 +36,8 @@ class FitSum(BlockSum):
     """The sums of one pass for a block.
 
     Attributes:
-        shape: See ``BlockSum``.
-        has_bias: See ``BlockSum``.
         diagonal: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``, and whether only their
             diagonals are.
-        by_position: See ``BlockSum``.
         inputs: The matrix C for B, see above: ``[G, I, I]``, or its diagonal ``[G, I]``; ``None``
             for the identity.
         outputs: That for A, ``[G, O, O]`` or ``[G, O]``.
@@ -89,31 +90,38 @@ def _times(x: Tensor, C: Tensor | None) -> Tensor:
     return x * C if C is not None and C.ndim == 2 else rotated(x, C)
 
 
-def fits(block: Block) -> bool:
-    """Return whether a block is one Kronecker product that can be fitted."""
-    return len(block.terms) == 1 and not block.terms[0].shape.is_bias
+def fitted(sums: FactorSums) -> list[Block]:
+    """Return the stacks of blocks that are one Kronecker product, which can be fitted."""
+    stacks = (stack for stack in sums.structure.stacks if len(stack.terms) == 1)
+    return [stack for stack in stacks if not stack.terms[0].shape.is_bias]
+
+
+def known_matrices(
+    sums: FactorSums, kinds: Sequence[str], known: FactorSums
+) -> dict[Stack, Tensor]:
+    """Return the matrices C that are made of known means for the wanted factors."""
+    means, made = moved(known.tensors, sums.structure), dict[Stack, Tensor]()
+    for stack in fitted(sums) if sums.options.fit in _MATRICES else ():
+        for kind, other in zip(BOTH, reversed(BOTH), strict=True):
+            key = stack.key(other)
+            if kind in kinds and key in means:
+                with about(stack.names):
+                    made[key] = _MATRICES[sums.options.fit](moment_factor(means[key]))
+    return made
 
 
 def sums_of_pass(
-    sums: FactorSums, kinds: Sequence[str], known: FactorSums | None = None
-) -> dict[tuple[ParameterView, ...], FitSum]:
-    """Return the sums of a pass for the wanted factors, with the factors of known means if any."""
-    options, found = sums.options, {}
-    for block in with_matrices(sums, filter(fits, sums.blocks)):
-        if not block.is_here:
-            continue
-        (term,) = block.terms
-        factors = dict(zip(BOTH, term.factors, strict=True))
-        by_position = block.names[0] not in options.reduced
-        matrices = []
-        for kind, other in zip(BOTH, reversed(BOTH), strict=True):
-            tensor = (sums if known is None else known).tensors.get((block.views, other))
-            with about(block.names):
-                is_used = tensor is not None and kind in kinds
-                matrices.append(_MATRICES[options.fit](moment_factor(tensor)) if is_used else None)
-        diagonal = {kind: factors[kind].is_diagonal for kind in kinds}
-        has_bias = len(block.views) > 1
-        found[block.views] = FitSum(term.shape, has_bias, diagonal, by_position, *matrices)
+    sums: FactorSums, kinds: Sequence[str], others: Mapping[Stack, Tensor]
+) -> dict[Block, FitSum]:
+    """Return the sums of a pass for the wanted factors, given the matrices C if any."""
+    options, limit, found = sums.options, sums.options.max_factor_size, {}
+    for stack in fitted(sums):
+        shape, first = stack.terms[0].shape, stack.singles[0]
+        is_diagonal = shape.outputs > limit, shape.one_hot_inputs or shape.inputs > limit
+        diagonal = {kind: x for kind, x in zip(BOTH, is_diagonal, strict=True) if kind in kinds}
+        by_position = first.names[0] not in options.reduced
+        C = (others.get(stack.key(other)) for other in reversed(BOTH))
+        found[stack] = FitSum(shape, len(first.views) > 1, diagonal, by_position, *C)
     return found
 
 
@@ -140,9 +148,8 @@ def _kullback_leibler(other: Factor) -> Tensor:
     return (vectors * inverse.unsqueeze(1).to(vectors)) @ vectors.mT
 
 
-#: What C is made of the other factor.
-_MATRICES: dict[FitType, Callable[[Factor], Tensor | None]] = {
-    FitType.SHAMPOO: lambda other: None,
+#: What C is made of the other factor, if not the identity.
+_MATRICES: dict[FitType, Callable[[Factor], Tensor]] = {
     FitType.FROBENIUS: _frobenius,
     FitType.KL: _kullback_leibler,
 }

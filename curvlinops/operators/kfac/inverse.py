@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from curvlinops.operators.kfac.blocks import Block, Term
-from curvlinops.operators.kfac.stacks import single
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, name_of_factor
@@ -95,16 +94,12 @@ def inverses(
     """Return a function from one of these blocks, or of their members, to its damped inverse.
 
     A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
-    share the factor of these, and its inverse if that has the same damping.
-
-    Args:
-        blocks: The blocks, equal ones as stacks.
-        damping: The damping.
-        undecided: Is filled by ``note_undecided``.
+    share the factor of these, and its inverse if that has the same damping. ``note_undecided``
+    fills ``undecided``.
     """
     weights: dict[tuple[ParameterView, int], Term] = {}
     if damping.use_heuristic_damping:
-        for block in chain(blocks, single(blocks)):
+        for block in chain(blocks, *(block.parts for block in blocks if block.members)):
             if len(block.terms) == 1:
                 weights[block.views[0], len(block.members)] = block.terms[0]
     known: dict[tuple[Factor, Term | None], Factor] = {}
@@ -146,12 +141,7 @@ def note_undecided(
 ) -> None:
     """Note from which damping on an inverted block, or the blocks of a stack, would be decided.
 
-    Args:
-        undecided: The damping that blocks need, by name; only of those that have less.
-        block: The block.
-        factors: Its factors.
-        shifts: What was added to each of them.
-        is_exact: Whether it was added to their product instead.
+    Shifts were added to each of the factors; to their product if ``is_exact``.
     """
     for factor, shift in zip(factors or (), shifts, strict=False):
         if not factor.is_decomposed(in_float64=True):
@@ -163,7 +153,7 @@ def note_undecided(
         limits = factor.undecided(shift, scale)
         if not bool(limits.any()):
             continue
-        members = block.members or (block,)
+        members = block.singles
         for member, limit in zip(members, limits.tensor_split(len(members)), strict=True):
             name, least = ", ".join(member.names), float(limit.max())
             if least > undecided.get(name, 0.0):
@@ -208,7 +198,7 @@ def _damped(term: Term, damping: Damping) -> Term:
         factor.shifted(shift, name_of_factor(i), in_float64)
         for i, (factor, shift) in enumerate(pairs)
     )
-    return Term(term.shape, *factors)
+    return term._replace(**dict(zip(("gradients", "inputs"), factors, strict=False)))
 
 
 class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
@@ -269,8 +259,7 @@ class KFACInverseLinearOperator(BlockDiagonalLinearOperator):
         self._damping = Damping(
             damping, use_heuristic_damping, min_damping, use_exact_damping, retry_double_precision
         )
-        inverse = A._damped_inverse(self._damping)
-        super().__init__(*inverse._arguments_with(inverse._stacks, A.space))
+        super().__init__(*A._damped_inverse(self._damping))
 
     def _arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self._damping, field.name) for field in fields(Damping)}

@@ -1,7 +1,6 @@
 """Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ from curvlinops.algorithms.sampling import Estimate
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.operator import PartLinearOperator, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
-from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums, everywhere
-from curvlinops.operators.kfac.blocks import WEIGHT, Block, Key, Uses
+from curvlinops.operators.kfac.block_sums import BlockSum, add_block_sums
+from curvlinops.operators.kfac.blocks import BASES, WEIGHT, Block, Stack, Uses
 from curvlinops.operators.kfac.captured import CapturedLayer, captured_layers
 from curvlinops.operators.kfac.distance import distances, exact_products, relative
 from curvlinops.operators.kfac.estimate import add_batch
-from curvlinops.operators.kfac.fit import passes, sums_of_pass
+from curvlinops.operators.kfac.fit import known_matrices, passes, sums_of_pass
 from curvlinops.operators.kfac.inverse import (
     Damping,
     KFACInverseLinearOperator,
@@ -31,7 +30,7 @@ from curvlinops.operators.kfac.inverse import (
     note_undecided,
     warn_of_undecided,
 )
-from curvlinops.operators.kfac.layout import assemble, with_matrices
+from curvlinops.operators.kfac.layout import assemble, matrices
 from curvlinops.operators.kfac.modules import (
     BlockReport,
     ModuleFactors,
@@ -47,7 +46,6 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
-from curvlinops.operators.kfac.stacks import stacked
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
@@ -55,7 +53,6 @@ from curvlinops.risk.data import Batch, Batches, is_pair
 from curvlinops.risk.key import check_operator, key_of
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.layout import ParameterView
 from curvlinops.support.arguments import check_choice, check_count, check_flag
 from curvlinops.support.files import Saved, pack, read, read_parts, unpack, write
 from curvlinops.support.rng import DEFAULT_SEED
@@ -194,7 +191,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _placed(self, sums: FactorSums) -> FactorSums:
         """Return those of some means that are in memory or in files that this process needs."""
         sums = replace(sums, ranks=self.risk.ranks)
-        return sums.distributed(sums.tensors).own() if self._is_partitioned else sums
+        return sums.distributed().own() if self._is_partitioned else sums
 
     def _no_sums(self, names: list[str]) -> FactorSums:
         """Return empty sums for some parameters."""
@@ -232,8 +229,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
         batches = Batches([batch], self.batch_size_fn)
-        more = self._compute(sums.emptied(), batches, sums)
-        self._set_sums(sums.plus(more, self.risk.scale, decay, overwrite=True))
+        self._add(sums, self._compute(sums.emptied(), batches, sums), decay)
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -264,21 +260,29 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         check_operator("other operator", key, self, self._key_options(drawn=False), data=data)
         sums, more = self._factor_sums(), other._factor_sums()
         uses = sums.uses.union(more.uses)
-        self._set_sums(sums.with_uses(uses).plus(more.with_uses(uses), self.risk.scale))
+        more = more.with_uses(uses)
+        copies = {stack: x.clone() for stack, x in more.tensors.items()}
+        self._add(sums.with_uses(uses), replace(more, tensors=copies))
 
     def _factor_sums(self) -> FactorSums:
         if self._sums is None:
             self.compute_kronecker_factors()
         if written := [x for x, version in self._shown if version_of(x) != version]:
             self._check_written(written)
-            self._set_sums(self._sums, self._is_mapped)
+            self._set_sums(self._sums)
         return self._sums
+
+    def _add(self, sums: FactorSums, more: FactorSums, decay: float = 1.0) -> None:
+        """Keep the means of earlier data, times a decay, and of more, whose memory is taken."""
+        sums = sums.plus(more, decay)
+        sums.normalize(self.risk.scale)
+        self._set_sums(sums)
 
     def _check_written(self, factors: Iterable[Tensor]) -> None:
         """Refuse writes to factors that are no sums over data, or of which others were computed."""
         sums = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in self._sums.tensors.values()]
         if all(any(a <= x.data_ptr() < b for a, b in sums) for x in factors):
-            if not self._sums.bases:
+            if all(stack.kind not in BASES for stack in self._sums.tensors):
                 return
             why = "its eigenvalues are those of the data in the factors' eigenbasis"
         else:
@@ -288,17 +292,17 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             "compute_kronecker_factors(), and damp by inverse(damping) or damped(delta)."
         )
 
-    def _set_sums(self, sums: FactorSums | None, is_mapped: bool = False) -> None:
-        """Replace the sums, perhaps by those in a directory's files, and drop their matrices."""
-        self._sums, self._is_mapped = sums, is_mapped
+    def _set_sums(self, sums: FactorSums | None) -> None:
+        """Replace the sums, and drop their matrices."""
+        self._sums = sums
         self._structure: BlockDiagonalLinearOperator | None = None
-        self._made: tuple[list[Block], list[Block]] | None = None
+        self._made: list[Block] | None = None
         self._shown: list[tuple[Tensor, int]] = []  # factors that users have, and their versions
 
     def _compute(
         self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
     ) -> FactorSums:
-        """Return the means over batches, or all data, in sums that know of earlier ones, if any."""
+        """Return the means over all data, or the sums over batches, which may use known means."""
         new, ranks, first = sums.emptied(), self.risk.ranks, sums.num_batches
         task = "factors" if batches is None else "update"
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
@@ -314,13 +318,13 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 raise ValueError("The data has no sample.")
             self.risk.scale(new.weight)  # raises if there is no term
             new.num_samples = self._num_samples
-        new.normalize(self.risk.scale)
+            new.normalize(self.risk.scale)
         new.num_batches -= first
-        for factors in passes(self._options, known is not None):
+        for kinds in passes(self._options, known is not None):
             with ranks.raise_on_all_ranks():
-                wanted = sums_of_pass(new, factors, known)
-            if self._is_partitioned:
-                wanted = everywhere(wanted, ranks, self.device)
+                others = known_matrices(new, kinds, new if known is None else known)
+            others = new.owning_ranks.exchange(others, self.device)
+            wanted = sums_of_pass(new, kinds, others)
             new.tensors |= self._block_means("fit", new, first, wanted, batches)
         return new
 
@@ -329,18 +333,18 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         task: str,
         sums: FactorSums,
         first: int,
-        wanted: Mapping[tuple[ParameterView, ...], BlockSum],
+        wanted: Mapping[Block, BlockSum],
         batches: Batches | None,
-    ) -> dict[Key, Tensor]:
-        """Return what a pass over batches, or all data, sums up for blocks, times the scale."""
-        part = replace(sums, tensors={}, num_batches=first)
+    ) -> dict[Stack, Tensor]:
+        """Return the sums of a pass over batches, or all data; means if other sums are means."""
+        part = replace(sums.emptied(), num_batches=first)
         with self._on_all_ranks(task), self._batches(task, batches) as problems:
             for problem, samples in self._forward_passes(problems, part):
                 add_block_sums(part, problem, samples, wanted)
         part = part.over_ranks(self._is_partitioned)
-        weight = part.tensors.pop(WEIGHT, 0.0)
-        scale = self.risk.scale(weight) if float(weight) else 1.0
-        return {key: x.mul_(scale) for key, x in part.tensors.items()}
+        if sums.scale is not None:
+            part.normalize(self.risk.scale)
+        return {stack: x for stack, x in part.tensors.items() if stack != WEIGHT}
 
     def _forward_passes(
         self,
@@ -433,11 +437,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             )
         sums, ranks = self._factor_sums(), self.risk.ranks
         like = torch.empty(0, dtype=sums.space.dtype, device=sums.space.device)
-        wanted = exact_products(sums.blocks, like, num_vectors, seed)
-        means = self._block_means("distance", sums, 0, wanted, None)
+        wanted = exact_products(sums.structure, like, num_vectors, seed)
+        products = self._block_means("distance", sums, 0, wanted, None)
         with ranks.raise_on_all_ranks():
-            products = {views: x for (views, _), x in means.items()}
-            own = distances(self._own_blocks(), wanted, products)
+            stacks = [stack for stack in self._stacks() if stack.terms]
+            own = distances(stacks, wanted.values(), products)
         if self._is_partitioned:
             own = dict(chain.from_iterable(x.items() for x in ranks.gather_objects(own)))
         return {name: relative(*own[name]) for name in self.space.names if name in own}
@@ -545,7 +549,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             )
         sums = self._factor_sums()
         key = key_of(self, self._key_options(), with_numbers=not sums.is_updated)
-        return pack(replace(sums, owners={}), key)
+        return pack(sums, key)
 
     @in_default_modes
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -566,7 +570,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
         sums.check_samples(source, self._num_samples)
-        self._set_sums(self._placed(sums), is_mapped=directory is not None)
+        self._set_sums(self._placed(sums))
 
     @property
     def _num_samples(self) -> int | None:
@@ -620,27 +624,26 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """The approximation as a block-diagonal operator."""
         stacks = self._stacks()
         if self._structure is None:
-            self._structure = assemble(stacks, self._sums)
+            self._structure = BlockDiagonalLinearOperator(*assemble(stacks, self._sums))
         return self._structure
 
-    @abstractmethod
-    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
-        """Return the damped inverse."""
+    def _damped_inverse(self, damping: Damping) -> tuple:
+        """Return the arguments of the damped inverse, as of a block-diagonal operator."""
+        # the structure keeps the eigendecompositions for other dampings
+        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        return inverse._arguments_with(inverse._stacks, self.space)
 
     def _stacks(self) -> list[Block]:
         """Return all blocks with their matrices, equal ones as stacks."""
         sums = self._factor_sums()
         if self._made is None:
-            made = with_matrices(sums)
-            # other processes have other blocks; those in files are not read before they are used
-            is_apart = self._is_partitioned or self._is_mapped
-            self._made = made, made if is_apart else stacked(sums, made)
-        return self._made[1]
+            self._made = matrices(sums)
+        return self._made
 
     def _made_blocks(self) -> list[Block]:
         """Return all blocks with their matrices, one by one."""
-        self._stacks()
-        return self._made[0]
+        made = {block.views: block for stack in self._stacks() for block in stack.parts}
+        return [made[block.views] for block in self._factor_sums().structure.blocks]
 
     def _own_blocks(self) -> list[Block]:
         """Return the blocks whose matrices this process has."""
@@ -685,7 +688,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     The GGN's block of a weight ``[out, in]`` is approximated by ``B (x) A``, with the second
     moments of the layer's inputs a and output gradients g (those of l_t, without c) over positions
     that share the weight: ``A = mean a a^T`` and ``B = c * sum g g^T`` in the expand setting,
-    see ``curvlinops.layers.factors`` for the reduce setting. Biases have A = 1. A weight that is
+    see ``KFACType`` for the reduce setting. Biases have A = 1. A weight that is
     used several times has one pair of moments over all its uses. Embeddings have a diagonal A.
     Convolutions with several groups have a pair of factors for each group. Normalization layers and
     other parameters that are added, or multiplied elementwise, have their exact block. Those with
@@ -700,7 +703,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
     For arguments and errors see ``KroneckerFactoredLinearOperator``.
     """
 
-    def _damped_inverse(self, damping: Damping) -> BlockDiagonalLinearOperator:
+    def _damped_inverse(self, damping: Damping) -> tuple:
         undecided, stacks = dict[str, float](), self._stacks()
         if not damping.use_exact_damping:
             build = inverses(stacks, damping, undecided)
@@ -717,8 +720,7 @@ class KFACLinearOperator(KroneckerFactoredLinearOperator):
                         "each of them; or leave the parameter out of params; or choose a smaller "
                         "max_factor_size, above which factors are diagonal."
                     )
-        # the structure keeps the eigendecompositions for other dampings
-        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
+        inverse = super()._damped_inverse(damping)
         for block, operator in zip(stacks, self.structure._stacks, strict=False):
             factors, shifts = operator._as_factors(), [damping.of_gradients] * 2
             note_undecided(undecided, block, factors, shifts, is_exact=True)

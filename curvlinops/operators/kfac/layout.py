@@ -1,33 +1,29 @@
 """Turns sums over the data into structured matrices on the parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 import torch
 from torch import Tensor
 
-from curvlinops.layers.factors import KroneckerShape
 from curvlinops.layers.gradients import total
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import (
+    BASES,
     FIT_INPUTS,
     FIT_OUTPUTS,
-    GRADIENTS,
-    INPUT_COUNT,
     MATRIX,
     MOMENT,
     Block,
-    Key,
-    LayerUse,
     Term,
     moment_factor,
 )
+from curvlinops.operators.kfac.eigenbasis import Basis
 from curvlinops.operators.kfac.options import FisherType, FitType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import (
-    BlockDiagonalLinearOperator,
     RemoteLinearOperator,
     about,
 )
@@ -35,75 +31,62 @@ from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import ParameterView
 
 
-def with_matrices(sums: FactorSums, needed: Iterable[Block] | None = None) -> list[Block]:
-    """Return some blocks, or all, with their matrices, which share memory with the means."""
-    space, blocks = sums.space, []
-    uses: dict[ParameterView, list[LayerUse]] = {}
-    for use in sums.uses.known:
-        uses.setdefault(use.view, []).append(use)
-    by_use = sums.keys_of_inputs()
-    gradients: dict[tuple[LayerUse, ...], Factor] = {}  # biases share the factors of their weights
-    inputs: dict[tuple, Factor] = {}  # so do layers with the same inputs
-    for block in sums.blocks if needed is None else needed:
-        if not sums.is_here(block.names[0]):
-            blocks.append(replace(block, is_here=False))
-            continue
-        if not block.terms:
-            matrix = sums.tensors.get((block.names[0], MATRIX))
-            size = prod(space.shapes[block.names[0]])
-            blocks.append(replace(block, matrix=_zeros(size, space) if matrix is None else matrix))
-            continue
-        terms = []
-        for shape, *_ in block.terms:
-            sources = _sources(block.views[0], shape, uses)
-            if sources not in gradients:
-                gradients[sources] = _gradient_factor(sums, sources, shape)
-            A = None
-            if not shape.is_bias:
-                size = shape.inputs + len(block.names) - 1
-                keys = tuple(key for use in sources for key in by_use[use])
-                if (A := inputs.get((keys, size))) is None:
-                    A = inputs[keys, size] = _input_factor(sums, keys, size)
-            terms.append(_fitted(sums, block, Term(shape, gradients[sources], A)))
-        matrix = sums.tensors.get((block.views, MOMENT))
-        basis = None if matrix is None else sums.bases[block.views]
-        blocks.append(replace(block, terms=tuple(terms), matrix=matrix, basis=basis))
-    return blocks
+def matrices(sums: FactorSums) -> list[Block]:
+    """Return all stacks of blocks with their matrices, which share memory with the means."""
+    # biases share the factors of their weights, and layers those of the same inputs
+    factors: dict[Hashable, Factor] = {}
+    return [_with_matrices(stack, sums, factors) for stack in sums.structure.stacks]
 
 
-def _sources(
-    view: ParameterView, shape: KroneckerShape, uses: Mapping[ParameterView, Iterable[LayerUse]]
-) -> tuple[LayerUse, ...]:
-    """Return the uses whose sums are added up for the factors of a view."""
-    sources: dict[LayerUse, None] = {}
-    for use in uses[view]:
-        if use.shape == shape and shape.is_bias and use.shares_gradients:
-            weights = [weight for weight in uses[use.partner] if weight.partner == view]
-            sources |= dict.fromkeys(weights)
-        elif use.shape == shape:
-            sources[use] = None
-    # in the same order, so with the same rounding, in all processes
-    return tuple(sources) if len(sources) == 1 else tuple(sorted(sources, key=repr))
+def _with_matrices(stack: Block, sums: FactorSums, factors: dict[Hashable, Factor]) -> Block:
+    space, singles = sums.space, stack.singles
+    if not sums.is_here(stack.names[0]):
+        return replace(stack, is_here=False)
+    if not stack.terms:
+        matrix = sums.tensors.get(sums.structure.place(MATRIX, stack.names[0]).stack)
+        if matrix is None:
+            matrix = _zeros(prod(space.shapes[stack.names[0]]), space, len(singles))
+        return replace(stack, matrix=matrix)
+    terms = []
+    for term in stack.terms:
+        of_gradients, of_inputs = term.of_gradients, term.of_inputs
+        size = term.shape.inputs + len(singles[0].views) - 1
+        if of_gradients not in factors:
+            factors[of_gradients] = _gradient_factor(sums, term)
+        if of_inputs and (of_inputs, size) not in factors:
+            factors[of_inputs, size] = _input_factor(sums, term, size)
+        A = factors[of_inputs, size] if of_inputs else None
+        terms.append(_fitted(sums, stack, term._replace(gradients=factors[of_gradients], inputs=A)))
+    matrix, basis = sums.tensors.get(stack.key(MOMENT)), None
+    if matrix is not None:
+        basis = Basis.of_block(stack, *(sums.tensors.get(stack.key(kind)) for kind in BASES))
+    return replace(stack, terms=tuple(terms), matrix=matrix, basis=basis)
 
 
-def _gradient_factor(sums: FactorSums, uses: tuple[LayerUse, ...], shape: KroneckerShape) -> Factor:
+def _gradient_factor(sums: FactorSums, term: Term) -> Factor:
     """Return B; the diagonal of the identity if nothing was backpropagated."""
     if sums.options.fisher_type is FisherType.FORWARD_ONLY:
-        space = sums.space
-        ones = torch.ones(shape.groups, shape.outputs, dtype=space.dtype, device=space.device)
-        return moment_factor(ones)
-    return moment_factor(total(sums.tensors[use, GRADIENTS] for use in uses))
+        sizes, space = (term.shape.groups, term.shape.outputs), sums.space
+        return moment_factor(torch.ones(sizes, dtype=space.dtype, device=space.device))
+    found = [sums.tensors[stack] for stack in term.of_gradients if stack in sums.tensors]
+    return moment_factor(
+        total(found) if found else _zeros(term.shape.outputs, sums.space, term.shape.groups)
+    )
 
 
-def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
+def _input_factor(sums: FactorSums, term: Term, size: int) -> Factor:
     """Return A of so many inputs; the last input is that of the bias, which may be left out."""
-    tensors = [sums.tensors[key] for key in keys]
-    counts = [sums.tensors[group, INPUT_COUNT] for group, _ in keys]
-    ranks = total(counts).expand(len(tensors[0]))
-    if len(keys) > 1:
+    stacks = [stack for stack in term.of_inputs if stack in sums.tensors]
+    if not stacks:  # batches of an update may not use all layers
+        return moment_factor(_zeros(size, sums.space, term.shape.groups))
+    tensors = [sums.tensors[stack] for stack in stacks]
+    counts = [sums.tensors[stack.counts] for stack in stacks]
+    ranks = total(counts).repeat_interleave(len(tensors[0]) // len(counts[0]))
+    if len(stacks) > 1:
         number = total(counts)
         number = number.masked_fill(number == 0, 1.0)
-        tensors = [count / number * x for count, x in zip(counts, tensors, strict=True)]
+        pairs = zip(counts, tensors, strict=True)
+        tensors = [(count / number).to(x) * x for count, x in pairs]
     if any(x.shape[1] > size for x in tensors):
         tensors = [x[:, :size] if x.ndim == 2 else x[:, :size, :size] for x in tensors]
     return moment_factor(total(tensors), ranks)
@@ -111,7 +94,7 @@ def _input_factor(sums: FactorSums, keys: tuple[Key, ...], size: int) -> Factor:
 
 def _fitted(sums: FactorSums, block: Block, term: Term) -> Term:
     """Return a block's term with the factors of another fit than KFAC's, if there are any."""
-    B, A = (sums.tensors.get((block.views, kind)) for kind in (FIT_OUTPUTS, FIT_INPUTS))
+    B, A = (sums.tensors.get(block.key(kind)) for kind in (FIT_OUTPUTS, FIT_INPUTS))
     if A is not None and sums.options.fit is FitType.SHAMPOO:
         trace = A.sum(-1) if A.ndim == 2 else A.diagonal(dim1=1, dim2=2).sum(-1)
         trace = trace.masked_fill(trace == 0, 1.0)
@@ -122,16 +105,16 @@ def _fitted(sums: FactorSums, block: Block, term: Term) -> Term:
     )
 
 
-def _zeros(size: int, space: ParameterSpace) -> Tensor:
-    return torch.zeros(1, size, dtype=space.dtype, device=space.device)
+def _zeros(size: int, space: ParameterSpace, number: int = 1) -> Tensor:
+    return torch.zeros(number, size, dtype=space.dtype, device=space.device)
 
 
 def assemble(
     blocks: Iterable[Block],
     sums: FactorSums,
     build: Callable[[Block], StructuredLinearOperator] = Block.operator,
-) -> BlockDiagonalLinearOperator:
-    """Return the matrix of all blocks, each turned into a structured operator by ``build``."""
+) -> tuple:
+    """Return the arguments of the matrix of all blocks, which ``build`` makes operators of."""
     blocks, space = list(blocks), sums.space
     ranks = sums.owning_ranks
     if sum(block.layout.size for block in blocks) < space.dim:
@@ -148,8 +131,7 @@ def assemble(
             else:
                 size = block.layout.size
                 operators.append(RemoteLinearOperator(size, space.dtype, space.device))
-    layouts = [block.layout for block in blocks]
-    return BlockDiagonalLinearOperator(operators, space, layouts, ranks)
+    return operators, space, [block.layout for block in blocks], ranks
 
 
 def _built(
@@ -162,8 +144,8 @@ def _built(
     try:
         return build(block)
     except (ValueError, RuntimeError):
-        for member in block.members:
-            _built(member, build)
+        for part in block.parts:
+            _built(part, build)
         raise
 
 

@@ -1,6 +1,6 @@
 """Which parameters' factors belong together, and the passes and processes that compute them."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
@@ -8,12 +8,11 @@ from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.structured.layout import ParameterView, connected
 
 
-def units(
-    uses: Uses, names: Sequence[str], together: Iterable[Collection[str]] = ()
-) -> list[list[str]]:
+def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
     """Return the parameters in groups whose blocks have no factor in common."""
     pairs = [{use.name, use.partner.name} for use in uses.known if use.partner is not None]
-    groups = connected([*([name] for name in names), *pairs, *filter(None, together)])
+    together = [{use.name for use in shared} for shared in uses.inputs]
+    groups = connected([*([name] for name in names), *pairs, *together])
     return [[names[i] for i in group if i < len(names)] for group in groups]
 
 

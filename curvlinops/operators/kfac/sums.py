@@ -7,22 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.operators.kfac.blocks import (
+    BASES,
     COUNTS,
-    INPUT_COUNT,
     INPUTS,
-    MATRIX,
-    OF_BLOCKS,
     WEIGHT,
-    Block,
-    Key,
-    LayerUse,
+    Stack,
     Uses,
-    plan_blocks,
 )
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
+from curvlinops.operators.kfac.structure import Structure, structure_of
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.files import recorded
@@ -49,56 +46,61 @@ class FactorSums:
         space: All parameters.
         options: The options of the approximation.
         uses: The uses of the parameters that the data shows.
-        blocks: The blocks that are made of the sums.
-        tensors: The sums, or means. Those of an operator never change; new ones take their place.
-        bases: The eigenbases of EKFAC's blocks, by ``Block.views``.
+        tensors: The sums, or means, and the eigenbases of EKFAC. Those of an operator never change;
+            new ones take their place.
         num_batches: The number of batches, of the rank that had most.
         scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
             sums.
         is_updated: Whether there are batches among the data that the operator's own may not have.
         num_samples: The number of samples in the data of all ranks, if it is known.
+        is_apart: Whether equal sums are tensors of their own, as those in several files.
+        firsts: The shapes of the matrices in whose eigenbases eigenvalues are, by the first view of
+            a block.
         ranks: The processes that compute the sums together.
         owners: The rank that has the sums of a parameter; empty if all ranks have all.
+        structure: The blocks that are made of the sums, and where the sums are.
     """
 
     space: ParameterSpace
     options: Options
     uses: Uses = field(default_factory=Uses)
-    blocks: tuple[Block, ...] = ()
-    tensors: dict[Key, Tensor] = field(default_factory=dict)
-    bases: dict[tuple[ParameterView, ...], Any] = field(default_factory=dict)
+    tensors: dict[Stack, Tensor] = field(default_factory=dict)
     num_batches: int = 0
     scale: float | None = None
     is_updated: bool = False
     num_samples: int | None = None
+    is_apart: bool = False
+    firsts: Mapping[ParameterView, KroneckerShape] = field(default_factory=dict)
     ranks: Team = ALONE
     owners: Mapping[str, int] = field(default_factory=dict)
+    structure: Structure = None
+
+    def __post_init__(self) -> None:
+        """Find the structure, and put the sums where it has them."""
+        if self.structure is None:
+            of_sums = self.is_apart, self.owners, self.firsts
+            self.structure = structure_of(self.uses, self.space.shapes, self.options, *of_sums)
+            self.tensors = moved(self.tensors, self.structure)
+
+    def changed(self, **fields: Any) -> "FactorSums":
+        """Return the sums with other fields, on which the structure depends."""
+        return replace(self, structure=None, **fields)
 
     @property
     def weight(self) -> Tensor | float:
         """The data's weight: the number, or total weight, of loss terms."""
         return self.tensors.get(WEIGHT, 0.0)
 
-    @property
-    def exact_blocks(self) -> dict[str, Block]:
-        """The exact blocks, or diagonals of these, by parameter."""
-        return {block.names[0]: block for block in self.blocks if block.is_exact}
-
     def with_uses(self, uses: Uses) -> "FactorSums":
-        """Return the sums for the blocks that these uses lead to.
-
-        Args:
-            uses: The uses that this data and more show.
+        """Return the sums for the blocks that these uses, of this data and more, lead to.
 
         Raises:
             ChangedError: If a block becomes an exact one, which this data has no sums for.
         """
-        if self.blocks and self.uses == uses:
+        if self.uses == uses:
             return self
-        blocks = plan_blocks(uses, self.space.shapes, self.options)
-        after = replace(self, uses=uses, blocks=blocks)
-        before = self.exact_blocks
-        for name, block in after.exact_blocks.items():
+        after, before = self.changed(uses=uses), self.structure.exact
+        for name, block in after.structure.exact.items():
             if name in self.uses.names and (
                 name not in before
                 or (before[name].structure, before[name].groups) != (block.structure, block.groups)
@@ -106,11 +108,19 @@ class FactorSums:
                 raise ChangedError(name)
         return after
 
+    def learn(self, uses: Uses) -> None:
+        """Change the structure if a batch shows new uses, see ``with_uses``."""
+        if not self.uses.includes(uses):
+            after = self.with_uses(self.uses.union(uses))
+            self.uses, self.structure, self.tensors = after.uses, after.structure, after.tensors
+
     def check_finite(self) -> None:
         """Refuse NaN and infinite values, which gradients of a finite loss may have."""
-        key = not_finite(self.tensors) if self.tensors else None
-        if key is not None:
-            names = ", ".join(map(repr, sorted(_names(key))))
+        stack = not_finite(self.tensors) if self.tensors else None
+        if stack is not None:
+            sums = self.tensors[stack].tensor_split(len(stack.of))
+            index = next(i for i, x in enumerate(sums) if not bool(x.isfinite().all()))
+            names = ", ".join(map(repr, sorted(stack.names(index))))
             raise ValueError(
                 f"Inputs or gradients in the block of {names} are NaN or infinite, though the "
                 f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
@@ -129,25 +139,15 @@ class FactorSums:
 
     def units(self) -> list[list[str]]:
         """Return the parameters in groups whose blocks have no sum in common."""
-        return units(self.uses, self.space.names, map(_names, self.tensors))
+        return units(self.uses, self.space.names)
 
     def part(self, names: Collection[str]) -> "FactorSums":
         """Return the sums of some parameters, which must have no sum in common with others."""
-        known = frozenset(use for use in self.uses.known if use.name in names)
-        unknown = {name: x for name, x in self.uses.unknown.items() if name in names}
-        return replace(
-            self,
-            space=self.space.restricted(list(names)),
-            uses=Uses(known, unknown),
-            blocks=tuple(block for block in self.blocks if block.names[0] in names),
-            tensors={
-                key: x
-                for key, x in self.tensors.items()
-                if key == WEIGHT or not _names(key).isdisjoint(names)
-            },
-            bases={views: x for views, x in self.bases.items() if views[0].name in names},
-            owners={name: rank for name, rank in self.owners.items() if name in names},
-        )
+        owners = {name: rank for name, rank in self.owners.items() if name in names}
+        space = self.space.restricted(list(names))
+        firsts = {view: shape for view, shape in self.firsts.items() if view.name in names}
+        uses = self.uses.of(names)
+        return self.changed(space=space, uses=uses, owners=owners, firsts=firsts)
 
     @classmethod
     def joined(
@@ -157,13 +157,7 @@ class FactorSums:
         space: ParameterSpace,
         options: Options,
     ) -> "FactorSums":
-        """Return the means of all parameters, from means of some of them.
-
-        Args:
-            source: Where the parts are, for messages.
-            parts: The parts. Several may have the same parameters.
-            space: All parameters.
-            options: The options of the approximation.
+        """Return the means of all parameters, from parts of a source, such as a directory's files.
 
         Raises:
             ValueError: If parameters are missing, or the parts are of different data.
@@ -186,118 +180,97 @@ class FactorSums:
                 f"{missing[0]!r} is missing. Continue their computation by write_factors. All "
                 "processes must have the same directory."
             )
-        all_of, seen = cls(space, options), set[tuple]()
+        uses, tensors, seen = Uses(), dict[Stack, Tensor](), set[tuple]()
+        firsts, is_updated = dict[ParameterView, KroneckerShape](), False
         for part in sorted(needed, key=lambda part: space.names.index(part.space.names[0])):
             seen.add((part.num_batches, float(part.weight)))
-            all_of.uses = all_of.uses.union(part.uses)
-            all_of.tensors |= part.tensors
-            all_of.bases |= part.bases
-            all_of.num_batches, all_of.scale = part.num_batches, part.scale
-            all_of.is_updated |= part.is_updated
-            all_of.num_samples = part.num_samples
+            uses = uses.union(part.uses)
+            tensors |= part.tensors
+            firsts |= part.firsts
+            is_updated |= part.is_updated
         if len(seen) > 1:
             raise ValueError(
                 "The data was not the same in all passes for parts of the factors: numbers of "
                 f"batches and weights were {sorted(seen)}. Delete the directory, and give the same "
                 "data in each pass."
             )
-        all_of.blocks = plan_blocks(all_of.uses, space.shapes, options)
-        return all_of
+        # files are mapped to memory, and not read before they are used
+        of_data = part.num_batches, part.scale, is_updated, part.num_samples
+        return cls(space, options, uses, tensors, *of_data, len(needed) > 1, firsts)
 
     def _record(self) -> tuple:
-        sums = self.tensors, self.bases, self.num_batches, self.scale, self.is_updated
-        # blocks follow from uses; files have whole parameters
-        return self.space.whole, self.options, self.uses, (), *sums, self.num_samples
+        # the structure follows from uses; files have whole parameters
+        of_data = self.num_batches, self.scale, self.is_updated, self.num_samples
+        where = self.is_apart, self.firsts
+        return self.space.whole, self.options, self.uses, self.tensors, *of_data, *where
 
     def emptied(self) -> "FactorSums":
         """Return sums to which the batches that come next can be added."""
         return replace(self, tensors={}, scale=None)
 
-    def add(self, key: Key, tensor: Tensor) -> None:
-        """Add to one of the sums, in place."""
-        if (before := self.tensors.get(key)) is None:
-            self.tensors[key] = tensor
-        else:
+    def add(self, stack: Stack, indices: Sequence[int], tensor: Tensor) -> None:
+        """Add to some sums of a stack, in place: those of these numbers, side by side."""
+        number, some = len(stack.of), selected(indices)
+        before, is_whole = self.tensors.get(stack), some == slice(0, number)
+        if before is None and is_whole:
+            self.tensors[stack] = tensor
+            return
+        if before is None:
+            size = number * (len(tensor) // len(indices))
+            self.tensors[stack] = before = tensor.new_zeros(size, *tensor.shape[1:])
+        if is_whole:
             before += tensor
-
-    def keys_of_inputs(self) -> dict[LayerUse, list[Key]]:
-        """Return the keys of the sums to which the inputs of each use were added."""
-        keys: dict[LayerUse, list[Key]] = {}
-        for key in self.tensors:
-            if key[1] == INPUTS:
-                for use in key[0]:
-                    keys.setdefault(use, []).append(key)
-        return keys
+        else:
+            before.unflatten(0, (number, -1))[some] += tensor.unflatten(0, (len(indices), -1))
 
     # --- means
 
-    def normalization(self, key: Key) -> float:
-        """Return the number by which a sum was multiplied."""
-        if self.scale is None or key[1] in COUNTS:
-            return 1.0
-        if key[1] != INPUTS:
-            return self.scale
+    def _factors(self, stack: Stack, *tensors: Tensor) -> list[tuple]:
+        """Return by which numbers the sums of a stack were multiplied, with their tensors."""
+        if self.scale is None or stack.kind in COUNTS or stack.kind in BASES:
+            return [(1.0, *tensors)]
+        if stack.kind != INPUTS:
+            return [(self.scale, *tensors)]
         # zeros for no input at all; with decay, counts are below one, too
-        return 1.0 / (float(self.tensors[key[0], INPUT_COUNT]) or 1.0)
+        factors = [1.0 / (count or 1.0) for count in self.tensors[stack.counts].tolist()]
+        if len({*factors}) == 1:
+            return [(factors[0], *tensors)]
+        return list(zip(factors, *(x.tensor_split(len(factors)) for x in tensors), strict=True))
 
     def normalize(self, scale: Callable[[Tensor | float], float]) -> None:
-        """Turn sums into means, in place.
-
-        Args:
-            scale: Returns the risk's normalization c, given the data's weight.
-        """
+        """Turn sums into means, in place, given the risk's normalization c of a weight."""
         self.scale = scale(self.weight) if float(self.weight) else 1.0
+        self._multiply(1)
+
+    def _multiply(self, exponent: int) -> None:
+        """Multiply sums by their normalization, or, with the exponent -1, divide means by it."""
         equal: dict[float, list[Tensor]] = {}
-        for key, tensor in self.tensors.items():
-            if key[1] not in COUNTS:
-                equal.setdefault(self.normalization(key), []).append(tensor)
+        for stack, tensor in self.tensors.items():
+            for factor, x in self._factors(stack, tensor):
+                equal.setdefault(factor**exponent, []).append(x)
         for factor, tensors in equal.items():
-            torch._foreach_mul_(tensors, factor)
+            if factor != 1.0:
+                torch._foreach_mul_(tensors, factor)
 
-    def plus(
-        self,
-        other: "FactorSums",
-        scale: Callable[[Tensor | float], float],
-        decay: float = 1.0,
-        overwrite: bool = False,
-    ) -> "FactorSums":
-        """Return the means over this and other data, for the other's blocks.
-
-        Args:
-            other: The means over the other data.
-            scale: Returns the risk's normalization c, given the data's weight.
-            decay: The factor by which these sums are multiplied first.
-            overwrite: Whether the result takes the memory of the other means.
-        """
-        num_batches, bases = self.num_batches + other.num_batches, other.bases | self.bases
-        both = replace(other, tensors={}, bases=bases, num_batches=num_batches, scale=None)
-        both.is_updated = True
-        # of many small tensors, those with equal factors are added by one call
-        equal: dict[tuple[float, float], list[Key]] = {}
-        # the counts and the weight come first: they tell the normalization of the others
-        for key in sorted(self.tensors | other.tensors, key=lambda key: key[1] not in COUNTS):
-            if both.scale is None and key[1] not in COUNTS:
-                both.scale = scale(both.weight)
-            after, (old, new) = both.normalization(key), (x.tensors.get(key) for x in (self, other))
-            of_old = 0.0 if old is None else decay * after / self.normalization(key)
-            of_new = 0.0 if new is None else after / other.normalization(key)
-            if old is None or new is None:
-                tensor, factor = (old, of_old) if new is None else (new, of_new)
-                both.tensors[key] = tensor if factor == 1.0 else factor * tensor
+    def plus(self, other: "FactorSums", decay: float = 1.0) -> "FactorSums":
+        """Return the sums over this, times a decay, and other data, in the memory of the other."""
+        other._multiply(-1)
+        before, other = self, replace(other, scale=None)
+        if self.structure is not other.structure:
+            before = replace(self, tensors=moved(self.tensors, other.structure))
+        equal: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for stack, old in before.tensors.items():
+            if stack.kind in BASES:
+                other.tensors.setdefault(stack, old)
                 continue
-            if key[1] in COUNTS:
-                both.tensors[key] = (new * of_new).add_(old, alpha=of_old)
-            else:
-                equal.setdefault((of_old, of_new), []).append(key)
-        for (of_old, of_new), keys in equal.items():
-            olds, news = ([x.tensors[key] for key in keys] for x in (self, other))
-            if overwrite:
-                torch._foreach_mul_(news, of_new)
-            else:
-                news = torch._foreach_mul(news, of_new)
-            torch._foreach_add_(news, olds, alpha=of_old)
-            both.tensors.update(zip(keys, news, strict=True))
-        return both
+            if stack not in other.tensors:
+                other.tensors[stack] = torch.zeros_like(old)
+            for factor, *pair in before._factors(stack, old, other.tensors[stack]):
+                for some, x in zip(equal.setdefault(decay / factor, ([], [])), pair, strict=True):
+                    some.append(x)
+        for factor, (olds, news) in equal.items():
+            torch._foreach_add_(news, olds, alpha=factor)
+        return replace(other, num_batches=self.num_batches + other.num_batches, is_updated=True)
 
     # --- several processes
 
@@ -305,13 +278,9 @@ class FactorSums:
         """Return whether this rank has the sums of a parameter."""
         return self.owners.get(name, self.ranks.rank) == self.ranks.rank
 
-    def distributed(self, keys: Iterable[Key]) -> "FactorSums":
-        """Return the sums with an owner for each parameter; those of others stay for now.
-
-        Args:
-            keys: The keys of the sums of all ranks.
-        """
-        groups = units(self.uses, self.space.names, map(_names, keys))
+    def distributed(self) -> "FactorSums":
+        """Return the sums with an owner for each parameter; those of others stay for now."""
+        groups = self.units()
         new = [group for group in groups if self.owners.keys().isdisjoint(group)]
         limit = self.options.max_factor_size
         sizes = [num_entries(self.uses, group, self.space.shapes, limit) for group in new]
@@ -321,56 +290,60 @@ class FactorSums:
         for group in groups:  # one that was joined to another later on
             known = [owners[name] for name in group if name in owners]
             owners |= dict.fromkeys(set(group) - owners.keys(), known[0])
-        return replace(self, owners=owners)
+        return self if owners == self.owners else self.changed(owners=owners)
 
     @property
     def owning_ranks(self) -> Team:
         """The processes each of which has the sums of some parameters."""
         return self.ranks if self.owners else ALONE
 
-    def holders(self, key: Key) -> Sequence[int]:
-        """Return the ranks that have a sum."""
-        if not self.owners or key == WEIGHT:
+    def holders(self, stack: Stack) -> Sequence[int]:
+        """Return the ranks that have a stack of sums."""
+        if not self.owners or stack == WEIGHT:
             return range(self.ranks.size)
-        return sorted({self.owners[name] for name in _names(key)})
+        return sorted({self.owners[name] for name in stack.names(0)})
 
     def over_ranks(self, partition: bool) -> "FactorSums":
-        """Return the sums over the data of all ranks, which have the same blocks.
-
-        Args:
-            partition: Whether each rank gets a part of the sums.
-        """
-        ranks = self.ranks
-        keys = {key: None for each in ranks.gather_objects(list(self.tensors)) for key in each}
-        sums = self.distributed(keys) if partition else self
-        tensors = ranks.add_all(self.tensors, self.space.device, sums.holders)
+        """Return the sums, or this rank's part, over the data of all ranks, which know all uses."""
+        ranks, sums = self.ranks, self.distributed() if partition else self
+        if ranks.size == 1:
+            return self
+        tensors = ranks.add_all(sums.tensors, self.space.device, sums.holders)
         return replace(sums, tensors=tensors, num_batches=ranks.largest(self.num_batches))
 
     def own(self) -> "FactorSums":
         """Return the sums that this rank has to keep."""
         tensors = {
-            key: x for key, x in self.tensors.items() if self.ranks.rank in self.holders(key)
+            stack: x for stack, x in self.tensors.items() if self.ranks.rank in self.holders(stack)
         }
-        bases = {views: x for views, x in self.bases.items() if self.is_here(views[0].name)}
-        return replace(self, tensors=tensors, bases=bases)
+        return replace(self, tensors=tensors)
 
     def to(self, space: ParameterSpace) -> "FactorSums":
         """Return the sums on the device of a space."""
-        tensors = {key: tensor.to(space.device) for key, tensor in self.tensors.items()}
-        bases = {
-            views: basis.with_tensors({n: x.to(space.device) for n, x in basis.tensors().items()})
-            for views, basis in self.bases.items()
-        }
-        return replace(self, space=space, tensors=tensors, bases=bases)
+        tensors = {stack: tensor.to(space.device) for stack, tensor in self.tensors.items()}
+        return replace(self, space=space, tensors=tensors)
 
 
-def _names(key: Key) -> set[str]:
-    """Return the parameters to whose blocks a sum belongs."""
-    of, kind = key
-    if key == WEIGHT:
-        return set()
-    if kind == MATRIX:
-        return {of}
-    if kind in (INPUTS, INPUT_COUNT, *OF_BLOCKS):
-        return {part.name for part in of}
-    return {of.name, of.partner.name} if of.shares_gradients else {of.name}
+def selected(indices: Sequence[int]) -> slice | list[int]:
+    """Return what selects entries: a slice if they are in order."""
+    start = indices[0]
+    in_order = [*indices] == [*range(start, start + len(indices))]
+    return slice(start, start + len(indices)) if in_order else [*indices]
+
+
+def moved(tensors: Mapping[Stack, Tensor], structure: Structure) -> dict[Stack, Tensor]:
+    """Return sums where a structure has them, without those that it does not need."""
+    out: dict[Stack, Tensor] = {}
+    found: dict[Stack, dict[int, Tensor]] = {}
+    for stack, tensor in tensors.items():
+        place = structure.place(stack.kind, stack.of[0])
+        if place is not None and place.stack == stack:
+            out[place.stack] = tensor
+            continue
+        for of, part in zip(stack.of, tensor.tensor_split(len(stack.of)), strict=True):
+            if (place := structure.place(stack.kind, of)) is not None:
+                found.setdefault(place.stack, {})[place.index] = part
+    for stack, parts in found.items():
+        zeros = torch.zeros_like(next(iter(parts.values())))
+        out[stack] = torch.cat([parts.get(i, zeros) for i in range(len(stack.of))])
+    return out
