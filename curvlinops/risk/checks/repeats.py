@@ -17,7 +17,7 @@ from curvlinops.support.digest import digest, sketch
 from curvlinops.support.norms import double_norm
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import GeneratorStates
-from curvlinops.support.torch_internals import version_of
+from curvlinops.support.torch_internals import version_of, without_torch_function
 from curvlinops.team.scattering import stand_in
 
 _OTHER_DATA = (
@@ -132,8 +132,9 @@ def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor])
         found[name] = sketch(gradient)
         return stand_in(gradient)
 
-    for name, leaf in leaves.items():
-        leaf.register_hook(partial(reduce, name))
+    with without_torch_function():  # these are no hooks of the user's
+        for name, leaf in leaves.items():
+            leaf.register_hook(partial(reduce, name))
     vjp({"": start}, {"": cotangent}, leaves, retain=False)
     return found
 
