@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -20,6 +21,7 @@ from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.checks.coupling import COUPLED, couples_gradients, couples_samples
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
+from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.warnings import first_line
@@ -79,6 +81,14 @@ class SampleGradients:
     def uses(self) -> Sequence[ParameterUse]:
         """The layers' uses of parameters."""
         return () if self._batch is None else self._batch.uses
+
+    def without_axis(self) -> frozenset[ParameterUse]:
+        """Return the uses whose rows have no axis of samples if the only sample is there twice."""
+        batch = self._problem.batch
+        X, y = select_samples((batch.X, batch.y), [0, 0], 1)
+        twice = self._rules.capture(self._problem.on(replace(batch, X=X, y=y)))
+        pairs = zip(self.uses, twice.uses, strict=True)
+        return frozenset(use for use, same in pairs if same.samples is None)
 
     def known(self, key: Hashable, find: Callable[[], Fact]) -> Fact:
         """Return what another class found out about the uses in this graph, or in equal ones."""

@@ -190,3 +190,41 @@ def test_batches_without_terms():
     found = build(replace(p, data=[*p.data, (masked, ignored[1])]), **options)
     with warnings.catch_warnings(action="error"):
         assert error(matrix(found), kfac_reference.kfac(alone, "empirical")) <= 1e-10
+
+
+class Experts(nn.Module):
+    """Two experts, which get their tokens in an order of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.experts = nn.Linear(D, D), nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, X: Mapping[str, Tensor]) -> Tensor:
+        tokens = torch.tanh(self.first(X["x"])).flatten(0, 1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            chosen = (X["expert"].flatten() == number).nonzero().squeeze(1).flip(0)
+            out = out.index_put((chosen,), expert(tokens[chosen]))
+        return out.view_as(X["x"]).mT
+
+    def attention_masks(self, X: Mapping[str, Tensor]) -> list[Tensor]:
+        return [X["mask"]]
+
+
+def test_rows_of_experts_are_not_those_of_a_mask():
+    """Also where an expert gets all tokens of the only sequence of a batch."""
+    x, expert = torch.randn(2, 5, D).double(), torch.tensor([[1] * 5, [0, 1, 0, 1, 0]])
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    y = torch.randint(CLASSES, (2, 5)).masked_fill(mask == 0, IGNORED)
+    y[0, 0] = IGNORED  # a prompt
+    X, model = {"x": x, "expert": expert, "mask": mask}, Experts().double()
+    options = {"fisher_type": "type-2", "batch_size_fn": lambda X: len(X["x"])}
+    arguments = model, nn.CrossEntropyLoss(), dict(model.named_parameters())
+    apart = [({name: t[i : i + 1] for name, t in X.items()}, y[i : i + 1]) for i in range(2)]
+    A, B = (
+        KFACLinearOperator(*arguments, data, **options).input_covariances
+        for data in (apart, [(X, y)])
+    )
+    assert A.keys() == B.keys() == {"first", "experts.0", "experts.1"}
+    for name in A:
+        assert error(A[name], B[name]) <= 1e-12

@@ -67,7 +67,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         ChangedError: If the batch uses a parameter in a way for which other sums are needed than
             those over the batches before.
     """
-    options, counts, padding, head = sums.options, list[Tensor](), Padding(problem), None
+    options, counts, padding, head = sums.options, list[Tensor](), Padding(problem, samples), None
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
     if head is not None and not sums.structure.exact.keys().isdisjoint(head.names):
@@ -200,14 +200,18 @@ class Padding:
         masks: The model's masks.
     """
 
-    def __init__(self, problem: BatchProblem):
+    def __init__(self, problem: BatchProblem, samples: SampleGradients):
         self.masks = _attention_masks(problem)
         self._reached: dict[ParameterUse, Tensor] = {}
+        # of one sample, the rows of a routed expert may be as many as the positions of the mask
+        is_one = samples.num_samples == 1 and any(not bool(mask.all()) for mask in self.masks)
+        self._routed = samples.known("routed", samples.without_axis) if is_one else frozenset()
 
     def note(self, gradients: Mapping[ParameterUse, PerSampleGradient]) -> None:
         """Note which rows have a gradient for some of the vectors."""
         for use, gradient in gradients.items():
-            if isinstance(gradient, FactoredGradient) and use.samples is not None:
+            is_on_axis = use.samples is not None and use not in self._routed
+            if isinstance(gradient, FactoredGradient) and is_on_axis:
                 reached = gradient.output_gradients().flatten(3).ne(0).any(-1).any(0)
                 self._reached[use] = reached | self._reached.get(use, False)
 
