@@ -37,13 +37,7 @@ Seed = tuple[Tensor, Tensor | None]
 
 
 class Recording(NamedTuple):
-    """A forward pass that was recorded.
-
-    Attributes:
-        evaluation: The evaluation of forward and backward passes.
-        leaves: The tensors that replaced the parameters. They require gradients.
-        output: The output, with its graph.
-    """
+    """A forward pass that was recorded: the output has a graph, which ends at the leaves."""
 
     evaluation: Evaluation
     leaves: dict[str, Tensor]
@@ -89,16 +83,9 @@ class BatchProblem:
         of: Callable[[Tensor], Any] = Tensor.detach,
         leaves: dict[str, Tensor] | None = None,
     ) -> Any:
-        """Return the model's output for some samples of the batch alone.
+        """Return something of the output for some of the samples, alone, at some parameters.
 
-        Args:
-            samples: The samples.
-            num_samples: The number of samples of the batch.
-            of: Returns something of the output.
-            leaves: Tensors in place of the parameters.
-
-        Returns:
-            The output without its graph; ``None`` if the model refuses a part of the batch.
+        It is ``None`` if the model refuses a part of the batch.
         """
         self.learned()  # the first evaluation needs the targets
         evaluation = self.evaluation(leaves or self.constants(), "once")
@@ -162,9 +149,6 @@ class BatchProblem:
 
         Processes that evaluate a sharded model together may have unequal batches: they compare the
         first one only, at construction.
-
-        Args:
-            operations: A hash of the graph's operations. The backward pass runs the user's code.
         """
         known, key = self.rules(SeenAlone), (operations, *sorted(self.risk.facts.hooks))
         if not self.model.shards and key not in known and check_gradients(self):
@@ -190,11 +174,7 @@ class BatchProblem:
         return Evaluation(self.model, values, differentiation, also, self.risk.facts.hooks)
 
     def output(self, evaluation: Evaluation) -> Tensor:
-        """Evaluate the model in an active evaluation; the first one is watched.
-
-        Raises:
-            TypeError: If the output is not one real tensor with axes.
-        """
+        """Evaluate the model in an active evaluation; the first one is watched."""
         with self._watch if self.is_first else nullcontext():
             output = evaluation.output(self.batch.X)
         kind = type(output).__name__

@@ -76,10 +76,6 @@ def transposed_jacobian(
     """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
 
     U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
-
-    Args:
-        problem: The model on a batch.
-        chunk_size: The number of columns in one backward pass.
     """
     with problem.recording("once") as (evaluation, leaves, output):
         pass
@@ -109,11 +105,9 @@ def hessian(
 ) -> Linear:
     """Prepare products with the Hessian of a scalar function of the output.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
-        chunk_size: The number of columns in one backward pass, see ``in_chunks``.
-        single: Whether there is one product with one column, which frees the graph.
+    The head returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
+    A ``single`` product with one column frees the graph; others have ``chunk_size`` columns in one
+    backward pass, see ``in_chunks``.
     """
 
     def prepare(recording: Recording) -> tuple[Linear, Tensor]:
@@ -140,13 +134,8 @@ def jacobian(
 ) -> Linear:
     """Prepare products with the Jacobian of a linear function of the output.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns the function, ``[K, *output] -> [K, M]``, at the given output, and M.
-        chunk_size: See ``hessian``.
-
-    Returns:
-        A function ``apply(V, out)`` that adds to ``[K, M]``, in place.
+    The head returns this function at an output, ``[K, *output] -> [K, M]``, and M. The result is a
+    function ``apply(V, out)`` that adds to ``[K, M]``, in place.
     """
     with problem.recording("twice") as recording:
         evaluation, _, output = recording
@@ -168,14 +157,10 @@ def jacobian(
 def gauss_newton(
     problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
 ) -> Linear:
-    """Prepare products with ``J^T B J``, J the Jacobian of the output.
+    """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``hessian``.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at the
-            given output, and the weight.
-        chunk_size: See ``hessian``.
-        single: See ``hessian``.
+    The head returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at an
+    output, and the weight.
     """
     # hooks are compared with backward passes, which tangents do not take
     is_forward = single and not (problem.space.in_parts or problem.learned().hooks)
@@ -360,11 +345,9 @@ def _recorded_after_tangent(
 def _dual_evaluation(
     problem: BatchProblem, v: Tensors, leaves: dict[str, Tensor]
 ) -> Iterator[tuple[Recording, Tensor]]:
-    """Evaluate the model with parameters that carry the tangents ``v``.
+    """Evaluate the model with parameters that carry the tangents ``v``; yield the output's tangent.
 
-    Yields:
-        The recording, with the parameters that carry tangents, and the output's tangent, in the
-        evaluation's context. Tangents are cleared before, which would be carried backward.
+    Tangents, which would be carried backward, are cleared before.
     """
     prepare_forward_mode()
     with ExitStack() as stack:

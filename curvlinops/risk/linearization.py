@@ -35,11 +35,7 @@ _MANY_PRODUCTS = 20
 
 
 class FreshProducts:
-    """Counts products outside of ``linearized()``, and says once that they could share graphs.
-
-    Attributes:
-        was_said: Whether this process has said it.
-    """
+    """Counts products outside of ``linearized()``, and says once that they could share graphs."""
 
     was_said = False
 
@@ -67,13 +63,7 @@ class FreshProducts:
 class Linearization:
     """Objects built of batches, such as graphs, which do not depend on the vectors.
 
-    Args:
-        name: Names the operator in messages.
-        budget: The largest total size of kept tensors, in bytes.
-        tensors: The parameters and buffers by name, which must not be written to.
-
-    Attributes:
-        is_open: Whether the context was not left.
+    They take ``budget`` bytes at most. No product is right once one of ``tensors`` was written to.
     """
 
     def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
@@ -97,11 +87,7 @@ class Linearization:
             kept.clear()
 
     def check(self) -> None:
-        """Refuse parameters and buffers that were written to, as far as PyTorch reports writes.
-
-        Raises:
-            RuntimeError: If there are any; the message names the first.
-        """
+        """Refuse parameters and buffers that were written to, as far as PyTorch reports writes."""
         for name, tensor, version, part, address, _ in self._before:
             if version_of(tensor) != version or part.data_ptr() != address:
                 raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
@@ -119,11 +105,6 @@ class Linearization:
         """Yield the kept work of each batch, or build it, and keep it if there is room.
 
         Nothing is kept of a model that draws random numbers: it draws the same ones in each pass.
-
-        Args:
-            task: Identifies the work.
-            problems: The batches.
-            build: Builds it.
         """
         kept = self._built.setdefault(task, {})
         if self._states is None:

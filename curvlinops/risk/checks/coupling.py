@@ -80,12 +80,7 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
 
 
 def check(problem: Any, seen: Any) -> None:
-    """Refuse samples that interact, as far as the first batch shows it, see ``interaction``.
-
-    Args:
-        problem: The ``BatchProblem``.
-        seen: What was ``Observed`` on it.
-    """
+    """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
     known, model = problem.rules(SeenAlone), problem.model
     if seen.operations in known or _may_interact(problem):
         return
@@ -126,15 +121,9 @@ def couples_samples(problem: Any, output: Tensor) -> bool:
     """Return whether the first or the last samples have other outputs alone than in their batch.
 
     Both ends: of a recurrence over samples, only later ones depend on others, and the sample with
-    the largest entry of the batch may be at one of them.
-
-    Args:
-        problem: The model on the batch.
-        output: Its output for the whole batch.
-
-    Returns:
-        ``False``, too, where the batch cannot be cut, or its parts have other numbers of rows; but
-        of two or three samples, models that normalize over the batch refuse one alone.
+    the largest entry of the batch may be at one of them. It is not known where the batch cannot be
+    cut, or its parts have other numbers of rows; but of two or three samples, models that normalize
+    over the batch refuse one alone.
     """
     num_samples = problem.evident_samples
     if not num_samples or len(output) % num_samples or not len(output):
@@ -166,8 +155,7 @@ def _couples(problem: Any, output: Tensor, start: int, num: int, taken: int) -> 
 def check_gradients(problem: Any) -> bool:
     """Refuse samples that meet in the backward pass, as hooks and custom functions may let them.
 
-    Returns:
-        Whether no gradient is zero: a zero hides what is in the backward pass behind it.
+    It returns whether no gradient is zero: a zero hides what is in the backward pass behind it.
     """
     if _may_interact(problem):
         return False

@@ -28,12 +28,9 @@ CHECKS: tuple[Callable[[BatchProblem, Observed], None], ...] = (_check_numbers, 
 
 
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
-    """Draw the first batch and evaluate it, twice with different random seeds, and check it.
+    """Draw the first batch, evaluate it with different random seeds, check it; return its output.
 
-    Once is enough where nothing can differ, see ``observe``.
-
-    Returns:
-        A tensor like the output, without memory.
+    Once is enough where nothing can differ, see ``observe``. The output has no memory.
     """
     first = None
     for seed in (0, 1):

@@ -38,26 +38,15 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 class Observed(NamedTuple):
-    """A batch that was evaluated.
+    """A batch that was evaluated."""
 
-    Attributes:
-        data: The digest of X and y, before.
-        output: The output, without its graph.
-        result: The loss, or the output if there is none.
-        gradient: Sketches of the loss's gradient by parameter, if it may differ though losses do
-            not.
-        operations: A hash of the graph's operations.
-        runs_users_code: Whether hooks, or own functions, run in the backward pass.
-        repeats: Whether a second evaluation is known to have the same numbers.
-    """
-
-    data: list[tuple]
-    output: Tensor
-    result: Tensor
-    gradient: Columns
-    operations: int
-    runs_users_code: bool
-    repeats: bool
+    data: list[tuple]  # the digest of X and y, before
+    output: Tensor  # without its graph
+    result: Tensor  # the loss, or the output if there is none
+    gradient: Columns  # sketches by parameter, if it may differ though losses do not
+    operations: int  # a hash of the graph's operations
+    runs_users_code: bool  # whether hooks, or own functions, run in the backward pass
+    repeats: bool  # whether a second evaluation is known to have the same numbers
 
 
 def observe(problem: BatchProblem) -> Observed:
@@ -117,13 +106,7 @@ def _is_known(part: Any) -> bool:
 
 
 def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
-    """Return the sketch of each tensor's gradient; one gradient is in memory at a time.
-
-    Args:
-        start: Where the backward pass begins. Its graph is freed.
-        cotangent: The vector that is propagated back; ``None`` for one.
-        leaves: The tensors.
-    """
+    """Return the sketch of each leaf's gradient, one at a time; the graph of the start is freed."""
     found = {}
 
     def reduce(name: str, gradient: Tensor | None) -> Tensor | None:
