@@ -210,7 +210,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
         """Do all on a batch that does not depend on the vectors, for a number of products."""
-        single = num_products == 1 and not is_kept and problem.can_substitute
+        single = num_products == 1 and not is_kept and problem.model.substitutable
         return self._linearize(problem, single)
 
     @contextmanager

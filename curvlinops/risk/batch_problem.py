@@ -100,11 +100,6 @@ class BatchProblem:
                 _LOGGER.info("A part of a batch could not be evaluated: %s", error)
                 return None
 
-    @property
-    def can_substitute(self) -> bool:
-        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
-        return self.model.substitutable
-
     # --- facts about the model
 
     @property
@@ -202,19 +197,10 @@ class BatchProblem:
         self.functions, self._has_seen_loss = UserFunctions(self.risk.facts), False
         with evaluation.active():
             output = self.output(evaluation)
-            if self.is_first:
-                self.learn_from(output, leaves)
-            else:
-                self.look_at_loss(output)
-                if not self.loss_needs_graph:
-                    nodes = graph_nodes(output)
-                    check_graph(nodes, self.model, leaves)
-                    self.functions.note(nodes, output)
+            self.learn_from(output, leaves)
             yield Recording(evaluation, leaves, output)
-        is_checked = (
-            self.risk.facts.train_flags is not None
-        )  # construction looks for random numbers
-        if self.risk.checks and is_checked and self.functions.names:
+        is_built = self.risk.facts.train_flags is not None  # random numbers are refused before
+        if self.risk.checks and is_built and self.functions.names:
             self.check_backward(self.functions.operations)
 
     def learn_from(
@@ -224,35 +210,36 @@ class BatchProblem:
         must_depend: bool = True,
         nodes: list[Any] | None = None,
     ) -> None:
-        """Learn from the model's first output, and its nodes; inside of its evaluation."""
+        """Learn from an output, and its nodes, inside of its evaluation; most from the first."""
+        if is_first := self.is_first:
+            self._watch.is_in_loss = True
+        with self._watch if is_first else nullcontext():
+            self.look_at_loss(output)
+        if self.loss_needs_graph and not is_first:
+            return
         nodes = graph_nodes(output) if nodes is None else nodes
-        with self._watch as watch:
-            watch.is_in_loss = True
-            loss_needs_graph = self._needs_graph(output)
-        self.risk.facts.learn(watch, output, nodes)
-        self.risk.set_loss_needs_graph(loss_needs_graph)
-        with self.formulas():
-            self.check_target(output, with_values=True)
-        if loss_needs_graph:
+        if is_first:
+            self.risk.facts.learn(self._watch, output, nodes)
+            with self.formulas():
+                self.check_target(output, with_values=True)
+        if self.loss_needs_graph:
             nodes = graph_nodes(self.loss_sum(output)[0])
-        check_graph(nodes, self.model, leaves, must_depend)
-        if not loss_needs_graph:
+        else:
             self.functions.note(nodes, output)
+        check_graph(nodes, self.model, leaves, must_depend)
 
     def look_at_loss(self, output: Tensor) -> None:
         """Find out whether the loss needs the graph of this batch's output.
 
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
-        if not self._has_seen_loss:
-            self.risk.set_loss_needs_graph(self._needs_graph(output))
-
-    def _needs_graph(self, output: Tensor) -> bool:
-        self._has_seen_loss = True
-        if self.loss is None or self.loss.is_function_of_values:
-            return False
-        parameters = set(map(id, self.model.params.values()))
-        return needs_graph(self.loss, output, self.batch.y, parameters, self.functions)
+        if self._has_seen_loss:
+            return
+        self._has_seen_loss, is_needed = True, False
+        if self.loss is not None and not self.loss.is_function_of_values:
+            parameters = set(map(id, self.model.params.values()))
+            is_needed = needs_graph(self.loss, output, self.batch.y, parameters, self.functions)
+        self.risk.set_loss_needs_graph(is_needed)
 
     # --- the loss
 

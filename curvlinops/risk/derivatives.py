@@ -10,7 +10,7 @@ Only a single Gauss-Newton product, whose graph is not kept, takes forward mode 
 is faster. Forward mode is wrong for some operations, so that each such product is checked.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor
     with problem.recording("once") as (_, leaves, output):
         with problem.formulas():
             loss, weight = head(output)
-        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
+        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.model.substitutable)
     out = problem.space.views(problem.space.zeros(1))
     add(out, 0, grads)
     return loss.detach(), out, weight
@@ -114,12 +114,10 @@ def hessian(
         _, leaves, output = recording
         with problem.formulas():
             (start, cotangent), weight = head(output)
-        functions = problem.functions
-        with functions.keeping_graph(start):
-            grads = _vjp_with_graph(start, cotangent, leaves, functions.names)
+        grads, names = _vjp_with_graph(problem, start, cotangent, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            with explained(functions.names):
+            with explained(names):
                 return vjp_columns(grads, v, inputs, not single)
 
         return Linear(product, tuple(x for x in grads.values() if x is not None)), weight
@@ -192,27 +190,26 @@ def _gauss_newton(
 
 
 def _vjp_with_graph(
-    start: Tensor, cotangent: Tensor | None, leaves: Tensors, functions: Collection[str]
-) -> Tensors:
-    """Return gradients that can be differentiated, given the names of custom functions."""
+    problem: BatchProblem, start: Tensor, cotangent: Tensor | None, leaves: Tensors
+) -> tuple[Tensors, list[str]]:
+    """Return gradients that can be differentiated, and the names of custom functions in them."""
     constant = cotangent if cotangent is None else cotangent.detach()
     ordinary = partial(vjp, {"": start}, {"": constant}, leaves)
-    with explained(functions, ordinary):
-        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+    names = problem.functions.names
+    with problem.functions.keeping_graph(start), explained(names, ordinary):
+        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True), names
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
-    functions, w = problem.functions, torch.zeros_like(output)
-    with functions.keeping_graph(output) as is_new:
-        if is_new:  # zeros would hide what is lost
-            w.normal_(generator=seeded(w.device, 0))
-        w.requires_grad_()
-        transposed = _vjp_with_graph(output, w, leaves, functions.names)
+    w = torch.zeros_like(output)
+    if problem.functions.is_new:  # zeros would hide what a graph loses
+        w.normal_(generator=seeded(w.device, 0))
+    transposed, names = _vjp_with_graph(problem, output, w.requires_grad_(), leaves)
 
     def jvp(v: Columns) -> Tensor:
-        with explained(functions.names):
+        with explained(names):
             return vjp_columns(transposed, v, {"": w})[""]
 
     if problem.uncompared:

@@ -26,10 +26,7 @@ from curvlinops.support.autograd_graph import (
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.torch_internals import (
-    in_transform,
-    without_torch_function,
-)
+from curvlinops.support.torch_internals import in_transform, without_torch_function
 
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
@@ -131,15 +128,20 @@ class UserFunctions:
         are_known = self._are_compared or self.operations in self._facts.compared
         return [] if are_known else self.names
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no backward pass of such a graph is known to keep its own graph."""
+        return self.operations not in self._facts.kept
+
     @contextmanager
-    def keeping_graph(self, output: Tensor) -> Iterator[bool]:
-        """Watch a backward pass that is differentiated, if its graph is new, which is yielded.
+    def keeping_graph(self, output: Tensor) -> Iterator[None]:
+        """Watch a backward pass that is differentiated, if its graph is new.
 
         A node that loses its graph, as that of sparse tensors does, is refused: products would lack
         a part.
         """
-        if self.operations in self._facts.kept:
-            yield False
+        if not self.is_new:
+            yield
             return
         lost: list[str] = []
 
@@ -152,7 +154,7 @@ class UserFunctions:
         nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
         handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
-            yield True
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -217,17 +219,6 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def _without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
-    """Return a user's loss of an output without history, ``None`` if it differentiates that."""
-    try:
-        # with a graph, as usual, but not with the model's
-        return loss.sum(output.detach().requires_grad_().clone(), target)
-    except RuntimeError as error:
-        if lacks_memory(error) or not any(words in str(error) for words in _NO_GRAPH):
-            raise
-        return None
-
-
 def needs_graph(
     loss: Loss, output: Tensor, target: Any, parameters: set[int], functions: UserFunctions
 ) -> bool:
@@ -235,8 +226,11 @@ def needs_graph(
 
     If it does not, the user's functions in it are noted.
     """
-    alone = _without_graph(loss, output, target)
-    if alone is None:
+    try:  # a graph as usual, but not the model's
+        alone = loss.sum(output.detach().requires_grad_().clone(), target)
+    except RuntimeError as error:  # it differentiates the output
+        if lacks_memory(error) or not any(words in str(error) for words in _NO_GRAPH):
+            raise
         return True
     nodes = graph_nodes(alone)
     used = leaf_variables(nodes)

@@ -66,7 +66,7 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
     )
     at = {name: leaf.detach() for name, leaf in problem.leaves().items()}
     dtypes = {x.dtype for x in at.values()} | problem.functions.precisions
-    if problem.space.in_parts or not problem.can_substitute:
+    if problem.space.in_parts or not problem.model.substitutable:
         problem.functions.were_compared(True)
         reason = "the model is a closure, or sharded"
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")

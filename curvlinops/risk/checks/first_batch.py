@@ -1,7 +1,5 @@
 """The checks of the first batch, when an operator is built."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from curvlinops.risk.batch_problem import BatchProblem
@@ -23,10 +21,6 @@ def _check_numbers(problem: BatchProblem, seen: Observed) -> None:
         problem.check_finite(seen.result, seen.gradient)
 
 
-#: Checks of a batch that was evaluated, in this order.
-CHECKS: tuple[Callable[[BatchProblem, Observed], None], ...] = (_check_numbers, coupling.check)
-
-
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
     """Draw the first batch, evaluate it with different random seeds, check it; return its output.
 
@@ -41,8 +35,8 @@ def check_first_batch(risk: EmpiricalRisk) -> Tensor:
             if first is not None:
                 check_same(first, seen)
             if first is not None or seen.repeats:
-                for check in CHECKS:  # at last: models may keep what they compute in X
-                    check(problem, seen)
+                _check_numbers(problem, seen)
+                coupling.check(problem, seen)  # at last: models may keep what they compute in X
                 break
         first = seen = seen._replace(output=stand_in(seen.output))
         del problem  # and its batch
