@@ -9,7 +9,7 @@ import torch
 
 from curvlinops.risk.agreement import numbers_of
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.checks.repeats import sketches
+from curvlinops.risk.checks.first_batch import sketches
 from curvlinops.risk.data import Batches
 from curvlinops.support.keys import Key, check_key, is_numbers, numbers, of_tensors, tolerance_of
 from curvlinops.support.pytree import leaves

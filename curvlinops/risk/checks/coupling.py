@@ -11,6 +11,7 @@ from curvlinops.autodiff.backward import vjp
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes, precisions
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import has_length, leaves
+from curvlinops.support.rng import seeded
 from curvlinops.support.torch_internals import strided_tensors
 from curvlinops.support.warnings import warn
 
@@ -79,7 +80,7 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
     }
 
 
-def check(problem: Any, seen: Any) -> None:
+def check_interaction(problem: Any, seen: Any) -> None:
     """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
     known, model = problem.rules(SeenAlone), problem.model
     if seen.operations in known or _may_interact(problem):
@@ -91,8 +92,7 @@ def check(problem: Any, seen: Any) -> None:
     if model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
-    own = chain(*((*root.parameters(), *root.buffers()) for root in model.roots))
-    parts = chain(*map(strided_tensors, (*model.params.values(), *own)))
+    parts = chain(*map(strided_tensors, model.tensors().values()))
     are_any = [x.any().cpu() for x in parts if x.numel() and not (x.is_meta or x.is_quantized)]
     if bool(torch.stack(are_any).all()):
         known.add(seen.operations)
@@ -180,13 +180,14 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
 
         def of(output: Tensor) -> Mapping[str, Tensor] | None:
             if not u:  # of the whole batch
-                u[:] = _randn_like(output).tensor_split(num_samples)
+                random = torch.empty_like(output).normal_(generator=seeded(output.device, 0))
+                u[:] = random.tensor_split(num_samples)
             rows = torch.cat(u[samples])
             if output.shape != rows.shape:
                 return None
             nodes = graph_nodes(output)
             names.update(custom_functions(nodes), problem.risk.facts.hooks)
-            dtypes.update((output.dtype, *precisions(nodes, output)))
+            dtypes.update(precisions(nodes, output))
             grads = vjp({"": output}, {"": rows}, leaves, retain=False)
             return {name: wide(x.detach()) for name, x in grads.items() if x is not None}
 
@@ -209,25 +210,23 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
     return sorted(names) if couples else [], all(size for *_, size in errors)
 
 
-def _randn_like(x: Tensor) -> Tensor:
-    generator = torch.Generator(x.device).manual_seed(0)
-    return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-
-
 def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:
-    """Return whether rows of an output differ by more than rounding errors of all of it.
-
-    A row that is not a number, where another one is expected, differs.
-    """
+    """Return whether rows of an output differ by more than rounding errors of all of it."""
     if rows.shape != expected.shape:
         return False
-    tolerance = _tolerance(output.dtype, output)
-    rows, expected, output = (x.detach().double() for x in (rows, expected, output))
-    # masked entries are infinite
-    equal = (rows == expected) | (rows.isnan() & expected.isnan())
-    error = torch.where(equal, 0.0, rows - expected).norm()
-    scale = torch.where(output.isfinite(), output, 0.0).norm()
-    return bool(error) and not float(error / scale) <= tolerance
+    error, scale = error_and_scale(rows, expected, output)
+    return error != 0 and not error <= _tolerance(output.dtype, output) * scale
+
+
+def error_and_scale(x: Tensor, expected: Tensor, whole: Tensor) -> tuple[float, float]:
+    """Return the norms of an error and of the finite entries of a whole; infinities may be equal.
+
+    Numbers that are not finite, where others are expected, are an error that is not finite.
+    """
+    equal = (x == expected) | (x.isnan() & expected.isnan())
+    error = torch.where(equal, 0.0, x.detach() - expected.detach())
+    scale = torch.where(whole.isfinite(), whole.detach(), 0.0)
+    return float(double_norm(error)), float(double_norm(scale))
 
 
 def _tolerance(dtype: torch.dtype, output: Tensor) -> float:
