@@ -165,7 +165,7 @@ class BatchProblem:
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        also = () if self.loss is None else self.loss.roots
+        also = () if self.loss is None else self.loss.modules
         return Evaluation(self.model, values, differentiation, also, self.risk.facts.hooks)
 
     def output(self, evaluation: Evaluation) -> Tensor:
@@ -215,7 +215,7 @@ class BatchProblem:
             self._watch.is_in_loss = True
         with self._watch if is_first else nullcontext():
             self.look_at_loss(output)
-        if self.loss_needs_graph and not is_first:
+        if not is_first and self.loss_needs_graph:
             return
         nodes = graph_nodes(output) if nodes is None else nodes
         if is_first:

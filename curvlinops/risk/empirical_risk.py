@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops.autodiff.model import Model, train_flags
+from curvlinops.autodiff.model import Model
 from curvlinops.linear_operator.sharded_space import space_of
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.losses.base import Loss
@@ -84,7 +84,7 @@ class EmpiricalRisk:
             tensors = [*self.model.params.values(), *leaves((batch.X, batch.y))]
             kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
-            key = (train_flags(self.model.roots), kinds, tuple(self.model.params), loss)
+            key = (self.model.train_flags, kinds, tuple(self.model.params), loss)
             self.facts.rules = rules_of(self.model.source, key)
         return self.facts.rules
 

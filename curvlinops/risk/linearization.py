@@ -78,11 +78,10 @@ class Linearization:
         #: The work of each batch, or ``_REJECTED``, by task and by index.
         self._built: dict[str, dict[int, Any]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
-        self.is_open = True
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""
-        self.is_open, self._room = False, 0
+        self._room = 0
         for kept in (self._built, self._before, self._tensors):
             kept.clear()
 
