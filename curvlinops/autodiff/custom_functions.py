@@ -10,13 +10,13 @@ Each parameter is compared by itself, with a tolerance that is measured, so that
 model, such as a gate or an adapter, counts like a large one.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import NoDerivativeError
+from curvlinops.autodiff.backward import NoDerivativeError, Tensors
 from curvlinops.support.norms import double_dot, double_norm
 from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.support.warnings import warn
@@ -35,8 +35,6 @@ _SIMILAR = 30.0
 _STEPS = (1, 8, 64)
 #: The number of directions along which a product must be wrong.
 _NUM_DIRECTIONS = 3
-
-Tensors = Mapping[str, Tensor]
 
 
 # --- linear maps and their adjoints

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.risk.checks.coupling import SeenAlone, check_gradients
+from curvlinops.risk.checks.coupling import check_gradients
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
@@ -139,16 +139,6 @@ class BatchProblem:
         """Return whether a backward pass must be compared that runs hooks, or own functions."""
         return self.risk.checks and bool(self.learned().hooks or custom_functions(nodes))
 
-    def check_backward(self, operations: int) -> None:
-        """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
-
-        Processes that evaluate a sharded model together may have unequal batches: they compare the
-        first one only, at construction.
-        """
-        known, key = self.rules(SeenAlone), (operations, *sorted(self.risk.facts.hooks))
-        if not self.model.shards and key not in known and check_gradients(self):
-            known.add(key)
-
     # --- evaluations
 
     def at(self, values: dict[str, Tensor]) -> None:
@@ -157,8 +147,7 @@ class BatchProblem:
 
     def constants(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, for a pass without derivatives."""
-        leaves = self.leaves()
-        facts = self.learned()
+        leaves, facts = self.leaves(), self.learned()
         if facts.differentiates or facts.hooks:  # hooks need a graph
             return leaves
         return {name: leaf.detach() for name, leaf in leaves.items()}
@@ -201,7 +190,7 @@ class BatchProblem:
             yield Recording(evaluation, leaves, output)
         is_built = self.risk.facts.train_flags is not None  # random numbers are refused before
         if self.risk.checks and is_built and self.functions.names:
-            self.check_backward(self.functions.operations)
+            check_gradients(self, self.functions.operations)
 
     def learn_from(
         self,

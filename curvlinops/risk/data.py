@@ -29,11 +29,7 @@ _FROM_DICTIONARIES = (
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the data, and its place in the pass over the data, from 0.
-
-    ``X`` is the model's one argument, and ``y`` the loss's second one, or ``None``: any nesting of
-    tensors.
-    """
+    """One batch, and its place in the pass over the data; X and y are any nesting of tensors."""
 
     index: int
     X: Any

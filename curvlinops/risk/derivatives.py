@@ -10,7 +10,7 @@ Only a single Gauss-Newton product, whose graph is not kept, takes forward mode 
 is faster. Forward mode is wrong for some operations, so that each such product is checked.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.backward import explained, in_chunks, vjp, vjp_columns
+from curvlinops.autodiff.backward import Tensors, explained, in_chunks, vjp, vjp_columns
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator.space import Columns, add, norm
@@ -42,8 +42,6 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 #: A function of the model's output that also returns the batch's weight.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
-
-Tensors = Mapping[str, Tensor]
 
 
 # --- derivatives of first order

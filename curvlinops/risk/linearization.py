@@ -17,17 +17,8 @@ from curvlinops.support.torch_internals import strided_tensors, version_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
-#: In place of a batch's work that is not kept, as it is too large or random.
-_REJECTED = object()
-
 #: Builds the work that products with a batch share. The second argument says whether it is kept.
 Build = Callable[[BatchProblem, bool], Linear]
-
-
-_MUST_STAY = (
-    "inside of linearized(), where model, loss and data must stay as they are. Leave the context "
-    "before you change them (training steps, and BatchNorm in train mode, do)."
-)
 
 
 #: So many products with the same numbers are those of a solver.
@@ -75,8 +66,8 @@ class Linearization:
             for part in strided_tensors(x)
         ]
         self._states: GeneratorStates | None = None  # before the first pass
-        #: The work of each batch, or ``_REJECTED``, by task and by index.
-        self._built: dict[str, dict[int, Any]] = {}
+        #: The work by task and index; ``None`` if it is not kept, as it is too large or random.
+        self._built: dict[str, dict[int, Linear | None]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
 
     def close(self) -> None:
@@ -89,7 +80,11 @@ class Linearization:
         """Refuse parameters and buffers that were written to, as far as PyTorch reports writes."""
         for name, tensor, version, part, address, _ in self._before:
             if version_of(tensor) != version or part.data_ptr() != address:
-                raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
+                raise RuntimeError(
+                    f"'{name}' was overwritten inside of linearized(), where model, loss and data "
+                    "must stay as they are. Leave the context before you change them (training "
+                    "steps, and BatchNorm in train mode, do)."
+                )
 
     def has_room(self, size: int) -> bool:
         """Return whether a number of bytes can be kept, too."""
@@ -97,8 +92,8 @@ class Linearization:
 
     def all(self, task: str) -> list[Linear] | None:
         """Return what is kept of all batches; ``None`` if that of a batch is missing."""
-        built = list(self._built[task].values()) if task in self._complete else [_REJECTED]
-        return None if any(x is _REJECTED for x in built) else built
+        built = list(self._built[task].values()) if task in self._complete else [None]
+        return None if any(x is None for x in built) else built
 
     def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Linear]:
         """Yield the kept work of each batch, or build it, and keep it if there is room.
@@ -112,14 +107,14 @@ class Linearization:
         for problem in problems:
             index = problem.batch.index
             if self._room <= 0:
-                kept.setdefault(index, _REJECTED)
+                kept.setdefault(index, None)
             if index not in kept:
                 before = GeneratorStates()
                 built = build(problem, True)
                 is_fit = before.are_current() and self._fits(built.tensors)
-                kept[index] = built if is_fit else _REJECTED
+                kept[index] = built if is_fit else None
                 yield built
-            elif kept[index] is _REJECTED:
+            elif kept[index] is None:
                 yield build(problem, False)
             else:
                 yield kept[index]

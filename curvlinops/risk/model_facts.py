@@ -195,10 +195,9 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, and note how it uses gradients."""
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and (
-            lost := [x for x in args[1] if id(x) in self._replaced]
-        ):
-            raise not_registered(self._replaced[id(lost[0])])
+        inputs = args[1] if func is torch.autograd.grad else ()
+        if lost := [self._replaced[id(x)] for x in inputs if id(x) in self._replaced]:
+            raise not_registered(lost[0])
         if self.is_in_loss and func in (Tensor.backward, torch.autograd.backward):
             raise ValueError(
                 "The loss calls backward(). Leave that out: it returns its value, which operators "

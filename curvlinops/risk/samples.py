@@ -54,9 +54,7 @@ class Samples:
         as the output has rows.
         """
         sizes = _first_axes(y)
-        if len(sizes) != 1 or num_rows >= min(sizes):
-            return
-        if self.evident(X, 0) == num_rows:
+        if len(sizes) != 1 or num_rows >= min(sizes) or self.evident(X, 0) == num_rows:
             return
         raise ValueError(
             f"the model's output has a first axis of length {num_rows}, its target one of length "

@@ -82,17 +82,17 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
 
 def check_interaction(problem: Any, seen: Any) -> None:
     """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
-    known, model = problem.rules(SeenAlone), problem.model
+    known = problem.rules(SeenAlone)
     if seen.operations in known or _may_interact(problem):
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
     if seen.runs_users_code:
-        check_gradients(problem)
-    if model.shards:
+        check_gradients(problem, seen.operations)
+    if problem.model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
-    parts = chain(*map(strided_tensors, model.tensors().values()))
+    parts = chain(*map(strided_tensors, problem.model.tensors().values()))
     are_any = [x.any().cpu() for x in parts if x.numel() and not (x.is_meta or x.is_quantized)]
     if bool(torch.stack(are_any).all()):
         known.add(seen.operations)
@@ -152,18 +152,24 @@ def _couples(problem: Any, output: Tensor, start: int, num: int, taken: int) -> 
     return is_cut and differs(rows[: size * num], output[size * start :][: size * num], output)
 
 
-def check_gradients(problem: Any) -> bool:
-    """Refuse samples that meet in the backward pass, as hooks and custom functions may let them.
+def check_gradients(problem: Any, operations: int) -> None:
+    """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
 
-    It returns whether no gradient is zero: a zero hides what is in the backward pass behind it.
+    Hooks and custom functions may let them. A zero gradient hides what is in the backward pass
+    behind it. Processes that evaluate a sharded model together may have unequal batches: they
+    compare the first one only, at construction.
     """
-    if _may_interact(problem):
-        return False
+    known, facts = problem.rules(SeenAlone), problem.risk.facts
+    is_late = problem.model.shards and facts.train_flags is not None
+    key = (operations, *sorted(facts.hooks))
+    if is_late or key in known or _may_interact(problem):
+        return
     names, is_complete = couples_gradients(problem)
     if names:
         where = f" (They meet in the backward pass, in one of {', '.join(names)}.)"
         raise interaction(problem, where)
-    return is_complete
+    if is_complete:
+        known.add(key)
 
 
 def couples_gradients(problem: Any) -> tuple[list[str], bool]:
@@ -195,8 +201,7 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
 
     if num_samples < 2:
         return [], False
-    ends = slice(0, num_samples), slice(0, 1), slice(1, num_samples)
-    grads = [*map(gradient, ends)]
+    grads = [*map(gradient, (slice(0, num_samples), slice(0, 1), slice(1, num_samples)))]
     if None in grads:
         return [], False
     dtypes.update(x.dtype for x in problem.model.params.values())

@@ -1,6 +1,6 @@
 """Compares products through graphs with custom autograd functions, or hooks on gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.custom_functions import (
     Gradient,
+    Tensors,
     check_adjoint,
     check_derivative,
     directions,
@@ -17,8 +18,6 @@ from curvlinops.risk.batch_problem import BatchProblem, Recording
 from curvlinops.support.norms import double_norm
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.warnings import warn
-
-Tensors = Mapping[str, Tensor]
 
 
 def check_jacobian(
@@ -66,7 +65,10 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         problem.functions.were_compared(True)
         return
     if not (problem.loss.is_function_of_values or problem.loss_needs_graph):
-        _check_loss(problem)
+        # the loss compares its own Hessian: in that of the parameters, its parts are mixed
+        evaluation = problem.evaluation(problem.constants(), "once")
+        with preserved_rng(), evaluation.active():
+            problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
 
     def function(values: Tensors) -> dict[str, Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
@@ -100,14 +102,5 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
 def _culprits(problem: BatchProblem) -> str:
     """Return the names of what is compared, for messages."""
     names = ", ".join(problem.uncompared)
-    return (
-        "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
-        f"{names}),"
-    )
-
-
-def _check_loss(problem: BatchProblem) -> None:
-    """Let a loss compare its own Hessian: in that of the parameters, its parts are mixed."""
-    evaluation = problem.evaluation(problem.constants(), "once")
-    with preserved_rng(), evaluation.active():
-        problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
+    subject = "The backward of a custom autograd.Function, or a hook that changes gradients"
+    return f"{subject} (one of {names}),"
