@@ -64,9 +64,9 @@ class Protected:
     def _names(self) -> tuple[dict[int, str], dict[int | None, str]]:
         """The names of the user's own tensors, by id and by address."""
         prefixes: dict[nn.Module, str] = {}
-        for module in self._modules:  # a name in a root, which comes first, is the longest one
-            for name, child in module.named_modules():
-                prefixes.setdefault(child, name)
+        for module in self._modules:
+            if module not in prefixes:  # a root: modules follow the one that has them
+                prefixes |= {child: name for name, child in module.named_modules()}
         found = {
             f"{prefixes.get(module, '')}.{name}".lstrip("."): x
             for module, table in self._tables
