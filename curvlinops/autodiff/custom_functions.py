@@ -10,12 +10,13 @@ Each parameter is compared by itself, with a tolerance that is measured, so that
 model, such as a gate or an adapter, counts like a large one.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from curvlinops.autodiff.backward import NoDerivativeError, Tensors
 from curvlinops.support.norms import double_dot, double_norm
 from curvlinops.support.torch_internals import without_torch_function
 from curvlinops.support.warnings import warn
@@ -35,27 +36,24 @@ _STEPS = (1, 8, 64)
 #: The number of directions along which a product must be wrong.
 _NUM_DIRECTIONS = 3
 
-Tensors = Mapping[str, Tensor]
-
 
 # --- linear maps and their adjoints
 
 
-def compare_adjoint(
+def check_adjoint(
     jvp: Callable[[Tensors], Tensor],
     vjp: Callable[[Tensor], Tensors],
     inputs: Tensors,
     output: Tensor,
     dtypes: Iterable[torch.dtype],
-) -> tuple[bool, dict[str, float]]:
-    """Compare two functions that multiply by a matrix J, and by its transpose.
+    what: str,
+) -> bool:
+    """Compare functions that multiply by a matrix J and its transpose; say what differs, and why.
 
     ``<w, J v>`` is compared with ``<J^T w, v>`` for random w. The random v is scaled such that each
     input counts equally. The rounding error of ``J^T w`` is measured: it is linear in w, as is seen
-    by much larger and smaller ones, and by their negatives.
-
-    Returns:
-        Whether they agree, and the sizes of ``J^T w``, by which this was compared.
+    by much larger and smaller ones, and by their negatives. Like ``check_derivative``, it returns
+    whether no gradient is zero, which hides what is wrong.
     """
     dtypes = {*dtypes}
     tolerance = max(_ROUNDING.get(dtype, 0.05) for dtype in dtypes)
@@ -76,23 +74,23 @@ def compare_adjoint(
             with without_torch_function():
                 error = float(double_norm(x / factor - first[name]))
                 if not error <= tolerance * float(double_norm(first[name])):
-                    return False, sizes
+                    raise NoDerivativeError(what)
     with without_torch_function():
         rounding = {name: float(double_norm(x)) for name, x in sums.items()}
         # an input whose gradient is zero but for rounding counts little
         limits = {n: max(size, 10 * rounding[n] / tolerance) for n, size in sizes.items()}
         scales = {name: 1 / limit for name, limit in limits.items() if limit > 1e-30}
         v = {name: scales[name] * z for name, z in directions(inputs, scales, seed=1)}
-    if not scales:
-        return True, sizes
-    noise = sum((scales[name] * rounding[name]) ** 2 for name in scales) ** 0.5
-    Jv = jvp(v)
-    with without_torch_function():
-        errors = [
-            float(double_dot(one, Jv)) - sum(scale * float(d[n]) for n, scale in scales.items())
-            for one, d in zip(w, dots, strict=True)
-        ]
-    return max(map(abs, errors)) <= 10 * noise + tolerance * len(scales) ** 0.5, sizes
+    if scales:
+        noise = sum((scale * rounding[name]) ** 2 for name, scale in scales.items()) ** 0.5
+        Jv = jvp(v)
+        with without_torch_function():
+            expected = (sum(scales[name] * float(d[name]) for name in scales) for d in dots)
+            found = (float(double_dot(one, Jv)) for one in w)
+            error = max(abs(x - y) for x, y in zip(found, expected, strict=True))
+        if not error <= 10 * noise + tolerance * len(scales) ** 0.5:
+            raise NoDerivativeError(what)
+    return all(sizes.values())
 
 
 def directions(like: Tensors, names: Container[str], seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -112,21 +110,13 @@ def _randn(like: Tensor, num: int, seed: int) -> Tensor:
 
 
 class Gradient(NamedTuple):
-    """A gradient as a function of some tensors, and its derivative.
-
-    Attributes:
-        at: The tensors, by name.
-        near: Other ones, at which gradients have their usual size.
-        function: Returns the gradient at such tensors, by the same names.
-        product: Multiplies vectors, for some of the names, by the derivative.
-        norms: Returns the norms of those parts of a gradient that are compared by themselves.
-    """
+    """A gradient as a function of some tensors, and its derivative."""
 
     at: Tensors
-    near: Tensors
-    function: Callable[[Tensors], Tensors]
-    product: Callable[[Tensors], Tensors]
-    norms: Callable[[Tensors], Tensor]
+    near: Tensors  # where gradients have their usual size
+    function: Callable[[Tensors], Tensors]  # returns the gradient at such tensors
+    product: Callable[[Tensors], Tensors]  # multiplies some vectors by the derivative
+    norms: Callable[[Tensors], Tensor]  # of parts of a gradient that are compared by themselves
 
 
 def check_derivative(
@@ -134,10 +124,8 @@ def check_derivative(
 ) -> bool:
     """Compare products with the derivative of a gradient with central differences.
 
-    If it is computed with less than 32 bits, these are not accurate, and a warning says so.
-
-    Returns:
-        Whether no gradient is zero here alone, which hides what is wrong.
+    If it is computed with less than 32 bits, these are not accurate, and a warning says so. It
+    returns whether no gradient is zero here alone, which hides what is wrong.
     """
     if others := {*dtypes} - _DIFFERENCES.keys():
         warn(f"{what} cannot be compared with differences in {others.pop()}. {remedy}")
@@ -172,11 +160,7 @@ def _along(names: list[str]) -> str:
 
 
 class _Differences:
-    """Central differences of a gradient.
-
-    Attributes:
-        here, near: The gradient at the tensors, and at those nearby.
-    """
+    """Central differences of a gradient, which it has ``here``, and at tensors nearby."""
 
     def __init__(self, gradient: Gradient, dtypes: set[torch.dtype]):
         self._gradient, at, norms = gradient, gradient.at, gradient.norms
@@ -206,12 +190,7 @@ class _Differences:
             yield group
 
     def along(self, names: list[str], seed: int) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """Compare a product with a random vector for some of the names, for each part ``[G]``.
-
-        Returns:
-            The norms of what differs and of differences, and whether it is more than their errors;
-            and whether these are too large to tell.
-        """
+        """Return errors, sizes and whether a product is wrong, by part, and if that is unclear."""
         at, near = self._gradient.at, self.near
         some = {name: at[name] for name in names}
         # not along entries whose gradient is zero by definition, such as rows of padding; others
@@ -237,12 +216,7 @@ class _Differences:
         return errors, sizes, is_off & (errors > 2 * kinks), are_unclear
 
     def _differ(self, product: Tensors, v: Tensors, h: float) -> Tensor:
-        """Compare a product with two differences, the narrow one of step size h, ``[7, G]``.
-
-        Returns:
-            Tolerances by sizes; errors, tolerances and sizes; uncertainty and rounding errors, of
-            which tolerances consist; and what a kink may change.
-        """
+        """Compare with differences of widths 2h and h, and return what ``along`` reads."""
         at, function, norms = self._gradient.at, self._gradient.function, self._gradient.norms
         slopes = []
         for width in (2 * h, h):

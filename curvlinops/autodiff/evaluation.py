@@ -17,7 +17,6 @@ from curvlinops.support.autograd_graph import leaf_variables
 from curvlinops.support.pytree import copy_containers
 from curvlinops.support.torch_internals import (
     backward_hooks,
-    modules_of,
     tensor_tables,
     uncached_parametrizations,
     with_attributes,
@@ -52,8 +51,8 @@ class Evaluation:
         self._model, self._values = model, values
         self._differentiation, self._hooks = differentiation, hooks
         self._modules: IsolatedModules | None = None
-        roots = [*model.roots, *others]
-        self._protected = Protected(roots, model.params, model.shards.source_of)
+        modules = [*model.modules, *others]
+        self._protected = Protected(modules, model.params, model.shards.source_of)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -62,7 +61,7 @@ class Evaluation:
         if self._modules is None:
             replacements = model.replacements(self._values)
             self._modules = IsolatedModules(
-                model.roots, replacements, shards=model.shards, leaves=self._values
+                model.modules, replacements, shards=model.shards, leaves=self._values
             )
         with (
             torch.enable_grad(),
@@ -108,14 +107,14 @@ class IsolatedModules:
     the backward pass may recompute the forward pass. Compiled modules run uncompiled.
 
     Args:
-        roots: The modules; their children are included.
+        modules: The modules, their children included.
         replacements: From the id of a parameter to the tensor that replaces it.
         leaves: What gets the gradients of parameters in ``shards`` by name, see ``Shards.read``.
     """
 
     def __init__(
         self,
-        roots: Iterable[nn.Module],
+        modules: Iterable[nn.Module],
         replacements: Mapping[int, Tensor] | None = None,
         keep_graphs: bool = False,
         shards: Shards = WHOLE,
@@ -125,7 +124,7 @@ class IsolatedModules:
         self._inside: list[Contents] = []
         self._is_new = True
         tensors, copies = dict(replacements or {}), dict[int, Tensor]()
-        for module in modules_of(roots):
+        for module in modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             attributes = vars(module)

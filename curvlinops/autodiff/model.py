@@ -3,7 +3,7 @@
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -50,7 +50,8 @@ class Model(ABC):
         params: The user's parameters by name, in the user's order.
         as_list: Whether the user gave them as a list.
         module: The user's module, if the model is one.
-        roots: All modules that the model is known to use.
+        roots: The modules that the model is known to use.
+        modules: These and all their children, as they were when a pass began.
         shards: The parameters that are sharded over processes, see ``shards_of``.
         substitutable: Whether the model can be evaluated at other tensors than the user's.
     """
@@ -71,7 +72,7 @@ class Model(ABC):
         self.source, self.params, self.as_list = source, params, given is None
         self._given, self._ties = given, ties or {}
         self._kinds = {name: Kind.of(param) for name, param in params.items()}
-        self.roots = find_modules(source)
+        self._find_modules()
         if self.module is None and distributed_tensors():
             for root in self.roots:
                 check_complete(dict(root.named_parameters()))
@@ -120,7 +121,17 @@ class Model(ABC):
                     "built. Build a new operator."
                 )
         self.params = params
+        self._find_modules()
+
+    def _find_modules(self) -> None:
+        """Find the modules that the model uses now, once for a pass over the data."""
         self.roots = find_modules(self.source)
+        self.modules = modules_of(self.roots)
+
+    @property
+    def train_flags(self) -> tuple[bool, ...]:
+        """The train flag of each module."""
+        return tuple(module.training for module in self.modules)
 
     def _read(self) -> dict[str, Tensor]:
         """Return the parameters that the user's dictionary has now."""
@@ -346,11 +357,6 @@ def wrap_model(model_func: Any, params: Any) -> Model:
     return FunctionalModel(model_func, params)
 
 
-def train_flags(roots: Iterable[nn.Module]) -> tuple[bool, ...]:
-    """Return the train flag of each module, children included."""
-    return tuple(module.training for module in modules_of(roots))
-
-
 def check_modules(module: nn.Module) -> None:
     """Refuse a model with a module that cannot be differentiated, by the module's name."""
     library = sys.modules.get("torch.distributed.fsdp")  # imported by whoever spreads a module
@@ -376,7 +382,7 @@ def eval_mode(model_func: Any) -> Iterator[None]:
     ``train()`` and ``eval()`` are not called: what else a module does there, such as merging an
     adapter into its weights, need not be reversible.
     """
-    modules = [module for root in find_modules(model_func) for module in root.modules()]
+    modules = modules_of(find_modules(model_func))
     flags = [module.training for module in modules]
     try:
         for module in modules:

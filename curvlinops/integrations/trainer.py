@@ -13,7 +13,7 @@ from curvlinops.autodiff.model import eval_mode
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.hessian import HessianLinearOperator
-from curvlinops.training.monitor import CurvatureMonitor, ScalarWriter
+from curvlinops.training.monitor import CurvatureMonitor
 
 
 class CurvatureCallback(TrainerCallback):
@@ -42,7 +42,7 @@ class CurvatureCallback(TrainerCallback):
         self,
         loader: Iterable[Mapping[str, Any]],
         path: str | Path | None = None,
-        writer: ScalarWriter | None = None,
+        writer: Any = None,
         *,
         operator: Callable[..., DataLinearOperator] = HessianLinearOperator,
         task: str | None = None,

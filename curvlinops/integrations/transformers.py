@@ -20,6 +20,7 @@ from curvlinops.autodiff.parameters import named_parameters
 from curvlinops.losses import wrap_loss
 from curvlinops.support.pytree import move
 from curvlinops.support.rng import preserved_rng
+from curvlinops.support.torch_internals import modules_of
 from curvlinops.team.shards import shards_of
 from curvlinops.team.team import team_of
 
@@ -287,8 +288,8 @@ def _loss_of(model_func: Logits, base: nn.Module, loader: Iterable[Mapping]) -> 
         team_of(None, shards).peers.raise_on_all_ranks(),
         preserved_rng(),
         torch.no_grad(),
-        IsolatedModules([model_func], shards=shards).active(),
-        Overrides({}, Protected([model_func], source_of=shards.source_of)),
+        IsolatedModules(modules_of([model_func]), shards=shards).active(),
+        Overrides({}, Protected(modules_of([model_func]), source_of=shards.source_of)),
     ):
         batch = next(iter(loader), None)
         if batch is None:

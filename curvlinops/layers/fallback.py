@@ -136,7 +136,7 @@ class OneByOne:
 def _by_vmap(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, of all samples in one pass."""
     problem, X = task.problem, task.problem.batch.X
-    if not problem.can_substitute:
+    if not problem.model.substitutable:
         raise NotImplementedError("no closures.")
     values = problem.constants()
     parameters = {name: values[name] for name in task.space.names}

@@ -308,7 +308,7 @@ class RecordedBatch:
         # here, and gradients of parameters of which a function is used
         is_needed = len(together) < len(totals) or any(use.entries is None for use in self.uses)
         is_last = last and len(u) == 1 and not (totals and is_needed)
-        retain, chunks = not (is_last and self._problem.can_substitute), []
+        retain, chunks = not (is_last and self._problem.model.substitutable), []
         self.is_freed = not retain
         if len(u):
             with self._context():

@@ -18,7 +18,12 @@ from curvlinops.layers.reading import ParameterUse, Signature
 from curvlinops.layers.recorded import Arrived, RecordedBatch
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.checks.coupling import COUPLED, couples_gradients, couples_samples
+from curvlinops.risk.checks.coupling import (
+    COUPLED,
+    check_gradients,
+    couples_gradients,
+    couples_samples,
+)
 from curvlinops.risk.derivatives import evaluate, transposed_jacobian
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.pytree import select_samples
@@ -335,7 +340,7 @@ class SampleBackward:
         """
         if not problem.runs_users_code(batch.nodes):
             return
-        problem.check_backward(batch.operations)
+        check_gradients(problem, batch.operations)
         if problem.risk.is_all_data(problem.batch) and couples_gradients(problem)[0]:
             self._fallback.is_whole = True
             self._use_fallback(batch.names, "hooks, or custom functions, let samples interact")

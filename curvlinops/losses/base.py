@@ -38,8 +38,8 @@ class Loss(ABC):
         reduction: ``"sum"`` or ``"mean"``.
     """
 
-    #: The modules that the user's loss uses, if it has no closed form.
-    roots: Sequence[nn.Module] = ()
+    #: The modules that the user's loss uses, if it has no closed form, children included.
+    modules: Sequence[nn.Module] = ()
     #: Whether the value depends on more than the values of output and target: the loss
     #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
     #: (weight decay). Then there are no derivatives with respect to the output alone.

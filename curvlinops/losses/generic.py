@@ -20,6 +20,7 @@ from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.refusals import lacks_memory
+from curvlinops.support.torch_internals import modules_of
 from curvlinops.support.warnings import first_line, warn
 
 Tensors = Mapping[str, Tensor]
@@ -45,7 +46,7 @@ class AdditiveLoss(Loss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        self.roots = find_modules(module)
+        self.modules = modules_of(find_modules(module))
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""
@@ -220,7 +221,7 @@ class AdditiveLoss(Loss):
             )
 
     def _value(self, output: Tensor, target: Any) -> Tensor:
-        with IsolatedModules(self.roots, keep_graphs=True).active():
+        with IsolatedModules(self.modules, keep_graphs=True).active():
             # a copy, since some losses overwrite the output
             value = self.module(output.clone(), copy_containers(target))
         if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():

@@ -16,6 +16,7 @@ from curvlinops.losses.base import DependentLossError, Loss, conversion_of
 from curvlinops.losses.cross_entropy import CrossEntropy
 from curvlinops.support.devices import entries_at_once
 from curvlinops.support.norms import wide
+from curvlinops.support.torch_internals import modules_of
 
 #: Logits in a chunk on the CPU.
 _CHUNK = 2**22
@@ -81,7 +82,7 @@ class LinearCrossEntropy(Loss):
 
     def __init__(self, module: LinearCrossEntropyLoss, reduction: str):
         super().__init__(module, reduction)
-        self.roots = [module]
+        self.modules = modules_of([module])
 
     def check(self, output: Tensor, target: Tensor) -> None:
         """Require inputs of the head, and one index for each position."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.autodiff.model import train_flags, wrap_model
+from curvlinops.autodiff.model import wrap_model
 from curvlinops.autodiff.parameters import check_complete, split_blocks
 from curvlinops.autodiff.used_modules import find_modules
 from curvlinops.linear_operator.operator import TorchLinearOperator
@@ -210,7 +210,7 @@ class DataLinearOperator(TorchLinearOperator):
 
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
         """Do all on a batch that does not depend on the vectors, for a number of products."""
-        single = num_products == 1 and not is_kept and problem.can_substitute
+        single = num_products == 1 and not is_kept and problem.model.substitutable
         return self._linearize(problem, single)
 
     @contextmanager
@@ -274,7 +274,7 @@ class DataLinearOperator(TorchLinearOperator):
         """Pass over the data with model and loss as they are now, see ``EmpiricalRisk``."""
         with exclusive():
             self.risk.use(self._wrap_loss(self.loss_func, self.reduction))
-            if self.risk.facts.train_flags != train_flags(self.risk.model.roots):
+            if self.risk.facts.train_flags != self.risk.model.train_flags:
                 self._check_model()
             with self.risk.batches(description, data) as batches:
                 yield batches
@@ -377,7 +377,7 @@ class DataLinearOperator(TorchLinearOperator):
         report_batch_statistics(self.risk.model.roots, singles_of)
         if self.check_deterministic:
             self._first_output = check_first_batch(self.risk)
-        self.risk.facts.train_flags = train_flags(self.risk.model.roots)
+        self.risk.facts.train_flags = self.risk.model.train_flags
 
     def _check_finite(self, name: str | None) -> None:
         """Refuse a product that is not finite, given the name of such a tensor, if there is one."""

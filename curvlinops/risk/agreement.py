@@ -15,15 +15,7 @@ COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"
 def description(
     risk: Any, task: str, columns: Tensor | None = None, with_values: bool = False
 ) -> dict[str, Any]:
-    """Return what must be the same in all processes, by name.
-
-    Args:
-        risk: The ``EmpiricalRisk``.
-        task: What the processes do.
-        columns: The vectors that are multiplied.
-        with_values: Whether to compare the values of parameters and buffers, frozen ones included,
-            sharded ones not. If not, only their shapes and dtypes.
-    """
+    """Return what must be the same in all processes, by name; perhaps with all numbers."""
     values = numbers_of(risk) if with_values or COMPARES_ALWAYS in os.environ else {}
     return {
         "operation": f"{risk.name}.{task}",
@@ -42,12 +34,7 @@ def description(
 
 
 def numbers_of(risk: Any, sharded: bool = False) -> dict[str, Tensor]:
-    """Return parameters and buffers of model and loss, frozen ones included.
-
-    Args:
-        risk: The ``EmpiricalRisk``.
-        sharded: Whether to return sharded ones, too.
-    """
+    """Return parameters and buffers of model and loss, frozen and perhaps sharded ones."""
     spread = () if sharded else distributed_tensors()
     params = risk.model.params
     tensors = {name: x for name, x in params.items() if not isinstance(x, spread)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
-from curvlinops.risk.checks.coupling import SeenAlone, check_gradients
+from curvlinops.risk.checks.coupling import check_gradients
 from curvlinops.risk.data import Batch
 from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
@@ -37,13 +37,7 @@ Seed = tuple[Tensor, Tensor | None]
 
 
 class Recording(NamedTuple):
-    """A forward pass that was recorded.
-
-    Attributes:
-        evaluation: The evaluation of forward and backward passes.
-        leaves: The tensors that replaced the parameters. They require gradients.
-        output: The output, with its graph.
-    """
+    """A forward pass that was recorded: the output has a graph, which ends at the leaves."""
 
     evaluation: Evaluation
     leaves: dict[str, Tensor]
@@ -89,16 +83,9 @@ class BatchProblem:
         of: Callable[[Tensor], Any] = Tensor.detach,
         leaves: dict[str, Tensor] | None = None,
     ) -> Any:
-        """Return the model's output for some samples of the batch alone.
+        """Return something of the output for some of the samples, alone, at some parameters.
 
-        Args:
-            samples: The samples.
-            num_samples: The number of samples of the batch.
-            of: Returns something of the output.
-            leaves: Tensors in place of the parameters.
-
-        Returns:
-            The output without its graph; ``None`` if the model refuses a part of the batch.
+        It is ``None`` if the model refuses a part of the batch.
         """
         self.learned()  # the first evaluation needs the targets
         evaluation = self.evaluation(leaves or self.constants(), "once")
@@ -112,11 +99,6 @@ class BatchProblem:
                     raise
                 _LOGGER.info("A part of a batch could not be evaluated: %s", error)
                 return None
-
-    @property
-    def can_substitute(self) -> bool:
-        """Whether the model can be evaluated at other tensors than the user's; closures cannot."""
-        return self.model.substitutable
 
     # --- facts about the model
 
@@ -157,19 +139,6 @@ class BatchProblem:
         """Return whether a backward pass must be compared that runs hooks, or own functions."""
         return self.risk.checks and bool(self.learned().hooks or custom_functions(nodes))
 
-    def check_backward(self, operations: int) -> None:
-        """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
-
-        Processes that evaluate a sharded model together may have unequal batches: they compare the
-        first one only, at construction.
-
-        Args:
-            operations: A hash of the graph's operations. The backward pass runs the user's code.
-        """
-        known, key = self.rules(SeenAlone), (operations, *sorted(self.risk.facts.hooks))
-        if not self.model.shards and key not in known and check_gradients(self):
-            known.add(key)
-
     # --- evaluations
 
     def at(self, values: dict[str, Tensor]) -> None:
@@ -178,23 +147,18 @@ class BatchProblem:
 
     def constants(self) -> dict[str, Tensor]:
         """Return tensors with the parameters' values, for a pass without derivatives."""
-        leaves = self.leaves()
-        facts = self.learned()
+        leaves, facts = self.leaves(), self.learned()
         if facts.differentiates or facts.hooks:  # hooks need a graph
             return leaves
         return {name: leaf.detach() for name, leaf in leaves.items()}
 
     def evaluation(self, values: dict[str, Tensor], differentiation: str) -> Evaluation:
         """Return the evaluation in which the parameters have the given values."""
-        also = () if self.loss is None else self.loss.roots
+        also = () if self.loss is None else self.loss.modules
         return Evaluation(self.model, values, differentiation, also, self.risk.facts.hooks)
 
     def output(self, evaluation: Evaluation) -> Tensor:
-        """Evaluate the model in an active evaluation; the first one is watched.
-
-        Raises:
-            TypeError: If the output is not one real tensor with axes.
-        """
+        """Evaluate the model in an active evaluation; the first one is watched."""
         with self._watch if self.is_first else nullcontext():
             output = evaluation.output(self.batch.X)
         kind = type(output).__name__
@@ -222,20 +186,11 @@ class BatchProblem:
         self.functions, self._has_seen_loss = UserFunctions(self.risk.facts), False
         with evaluation.active():
             output = self.output(evaluation)
-            if self.is_first:
-                self.learn_from(output, leaves)
-            else:
-                self.look_at_loss(output)
-                if not self.loss_needs_graph:
-                    nodes = graph_nodes(output)
-                    check_graph(nodes, self.model, leaves)
-                    self.functions.note(nodes, output)
+            self.learn_from(output, leaves)
             yield Recording(evaluation, leaves, output)
-        is_checked = (
-            self.risk.facts.train_flags is not None
-        )  # construction looks for random numbers
-        if self.risk.checks and is_checked and self.functions.names:
-            self.check_backward(self.functions.operations)
+        is_built = self.risk.facts.train_flags is not None  # random numbers are refused before
+        if self.risk.checks and is_built and self.functions.names:
+            check_gradients(self, self.functions.operations)
 
     def learn_from(
         self,
@@ -244,35 +199,36 @@ class BatchProblem:
         must_depend: bool = True,
         nodes: list[Any] | None = None,
     ) -> None:
-        """Learn from the model's first output, and its nodes; inside of its evaluation."""
+        """Learn from an output, and its nodes, inside of its evaluation; most from the first."""
+        if is_first := self.is_first:
+            self._watch.is_in_loss = True
+        with self._watch if is_first else nullcontext():
+            self.look_at_loss(output)
+        if not is_first and self.loss_needs_graph:
+            return
         nodes = graph_nodes(output) if nodes is None else nodes
-        with self._watch as watch:
-            watch.is_in_loss = True
-            loss_needs_graph = self._needs_graph(output)
-        self.risk.facts.learn(watch, output, nodes)
-        self.risk.set_loss_needs_graph(loss_needs_graph)
-        with self.formulas():
-            self.check_target(output, with_values=True)
-        if loss_needs_graph:
+        if is_first:
+            self.risk.facts.learn(self._watch, output, nodes)
+            with self.formulas():
+                self.check_target(output, with_values=True)
+        if self.loss_needs_graph:
             nodes = graph_nodes(self.loss_sum(output)[0])
-        check_graph(nodes, self.model, leaves, must_depend)
-        if not loss_needs_graph:
+        else:
             self.functions.note(nodes, output)
+        check_graph(nodes, self.model, leaves, must_depend)
 
     def look_at_loss(self, output: Tensor) -> None:
         """Find out whether the loss needs the graph of this batch's output.
 
         A PINN's loss may need it on some batches only, a penalty while its weight is not zero.
         """
-        if not self._has_seen_loss:
-            self.risk.set_loss_needs_graph(self._needs_graph(output))
-
-    def _needs_graph(self, output: Tensor) -> bool:
-        self._has_seen_loss = True
-        if self.loss is None or self.loss.is_function_of_values:
-            return False
-        parameters = set(map(id, self.model.params.values()))
-        return needs_graph(self.loss, output, self.batch.y, parameters, self.functions)
+        if self._has_seen_loss:
+            return
+        self._has_seen_loss, is_needed = True, False
+        if self.loss is not None and not self.loss.is_function_of_values:
+            parameters = set(map(id, self.model.params.values()))
+            is_needed = needs_graph(self.loss, output, self.batch.y, parameters, self.functions)
+        self.risk.set_loss_needs_graph(is_needed)
 
     # --- the loss
 

@@ -29,13 +29,7 @@ _FROM_DICTIONARIES = (
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch of the data.
-
-    Attributes:
-        index: Its place in the pass over the data, from 0.
-        X: The model's one argument, any nesting of tensors.
-        y: The loss's second argument, any nesting of tensors, or ``None``.
-    """
+    """One batch, and its place in the pass over the data; X and y are any nesting of tensors."""
 
     index: int
     X: Any
@@ -62,15 +56,8 @@ class Batch:
 class Batches:
     """The user's data, re-iterable, on the model's device.
 
-    Args:
-        data: An iterable over pairs ``(X, y)`` that starts anew at each ``iter``.
-        batch_size_fn: Number of samples of an ``X``, see ``Samples``.
-        num_data: Number of samples, checked in each pass if given.
-        first: The index of the first batch.
-
-    Raises:
-        ValueError: If ``data`` can be iterated only once, or is a single pair.
-        TypeError: If ``data`` is not iterable, or ``batch_size_fn`` not callable.
+    ``num_data``, the number of samples, is compared in each pass if it is given; the first batch
+    has the index ``first``.
     """
 
     def __init__(
@@ -104,12 +91,7 @@ class Batches:
         self._counts: tuple[int, float] | None = None  # of batches and samples in the last pass
 
     def iterate(self, items: Iterable, device: torch.device) -> Iterator[Batch]:
-        """Yield the items of the data as batches on a device, whose tensors have no history.
-
-        Raises:
-            ValueError: If a batch is not a pair, if there is none, or if the number of samples is
-                not the one given.
-        """
+        """Yield the items of the data as batches on a device, whose tensors have no history."""
         index, num_data = self.first - 1, 0.0
         must_count = self.num_data is not None or self.samples.batch_size_fn is not None
         for index, pair in enumerate(items, self.first):

@@ -10,7 +10,7 @@ Only a single Gauss-Newton product, whose graph is not kept, takes forward mode 
 is faster. Forward mode is wrong for some operations, so that each such product is checked.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from curvlinops.autodiff.backward import explained, in_chunks, vjp, vjp_columns
+from curvlinops.autodiff.backward import Tensors, explained, in_chunks, vjp, vjp_columns
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator.space import Columns, add, norm
@@ -43,8 +43,6 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 #: A function of the model's output that also returns the batch's weight.
 Head = Callable[[Tensor], tuple[Any, Tensor]]
 
-Tensors = Mapping[str, Tensor]
-
 
 # --- derivatives of first order
 
@@ -64,7 +62,7 @@ def gradient(problem: BatchProblem, head: Head) -> tuple[Tensor, Columns, Tensor
     with problem.recording("once") as (_, leaves, output):
         with problem.formulas():
             loss, weight = head(output)
-        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.can_substitute)
+        grads = vjp({"": loss}, {"": None}, leaves, retain=not problem.model.substitutable)
     out = problem.space.views(problem.space.zeros(1))
     add(out, 0, grads)
     return loss.detach(), out, weight
@@ -76,10 +74,6 @@ def transposed_jacobian(
     """Return ``apply(U, out)``, which adds ``J^T U``, and the output.
 
     U has the shape ``[K, *output]``, or fewer axes; like an ``Apply``, the function works in place.
-
-    Args:
-        problem: The model on a batch.
-        chunk_size: The number of columns in one backward pass.
     """
     with problem.recording("once") as (evaluation, leaves, output):
         pass
@@ -109,23 +103,19 @@ def hessian(
 ) -> Linear:
     """Prepare products with the Hessian of a scalar function of the output.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
-        chunk_size: The number of columns in one backward pass, see ``in_chunks``.
-        single: Whether there is one product with one column, which frees the graph.
+    The head returns the ``Seed`` of the function's backward pass, differentiable, and the weight.
+    A ``single`` product with one column frees the graph; others have ``chunk_size`` columns in one
+    backward pass, see ``in_chunks``.
     """
 
     def prepare(recording: Recording) -> tuple[Linear, Tensor]:
         _, leaves, output = recording
         with problem.formulas():
             (start, cotangent), weight = head(output)
-        functions = problem.functions
-        with functions.keeping_graph(start):
-            grads = _vjp_with_graph(start, cotangent, leaves, functions.names)
+        grads, names = _vjp_with_graph(problem, start, cotangent, leaves)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            with explained(functions.names):
+            with explained(names):
                 return vjp_columns(grads, v, inputs, not single)
 
         return Linear(product, tuple(x for x in grads.values() if x is not None)), weight
@@ -140,13 +130,8 @@ def jacobian(
 ) -> Linear:
     """Prepare products with the Jacobian of a linear function of the output.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns the function, ``[K, *output] -> [K, M]``, at the given output, and M.
-        chunk_size: See ``hessian``.
-
-    Returns:
-        A function ``apply(V, out)`` that adds to ``[K, M]``, in place.
+    The head returns this function at an output, ``[K, *output] -> [K, M]``, and M. The result is a
+    function ``apply(V, out)`` that adds to ``[K, M]``, in place.
     """
     with problem.recording("twice") as recording:
         evaluation, _, output = recording
@@ -168,14 +153,10 @@ def jacobian(
 def gauss_newton(
     problem: BatchProblem, head: Head, chunk_size: int | None = None, single: bool = False
 ) -> Linear:
-    """Prepare products with ``J^T B J``, J the Jacobian of the output.
+    """Prepare products with ``J^T B J``, J the Jacobian of the output; see ``hessian``.
 
-    Args:
-        problem: The model on a batch.
-        head: Returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at the
-            given output, and the weight.
-        chunk_size: See ``hessian``.
-        single: See ``hessian``.
+    The head returns a function ``[K, *output] -> [K, *output]`` that multiplies with B at an
+    output, and the weight.
     """
     # hooks are compared with backward passes, which tangents do not take
     is_forward = single and not (problem.space.in_parts or problem.learned().hooks)
@@ -207,27 +188,26 @@ def _gauss_newton(
 
 
 def _vjp_with_graph(
-    start: Tensor, cotangent: Tensor | None, leaves: Tensors, functions: Collection[str]
-) -> Tensors:
-    """Return gradients that can be differentiated, given the names of custom functions."""
+    problem: BatchProblem, start: Tensor, cotangent: Tensor | None, leaves: Tensors
+) -> tuple[Tensors, list[str]]:
+    """Return gradients that can be differentiated, and the names of custom functions in them."""
     constant = cotangent if cotangent is None else cotangent.detach()
     ordinary = partial(vjp, {"": start}, {"": constant}, leaves)
-    with explained(functions, ordinary):
-        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+    names = problem.functions.names
+    with problem.functions.keeping_graph(start), explained(names, ordinary):
+        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True), names
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
-    functions, w = problem.functions, torch.zeros_like(output)
-    with functions.keeping_graph(output) as is_new:
-        if is_new:  # zeros would hide what is lost
-            w.normal_(generator=seeded(w.device, 0))
-        w.requires_grad_()
-        transposed = _vjp_with_graph(output, w, leaves, functions.names)
+    w = torch.zeros_like(output)
+    if problem.functions.is_new:  # zeros would hide what a graph loses
+        w.normal_(generator=seeded(w.device, 0))
+    transposed, names = _vjp_with_graph(problem, output, w.requires_grad_(), leaves)
 
     def jvp(v: Columns) -> Tensor:
-        with explained(functions.names):
+        with explained(names):
             return vjp_columns(transposed, v, {"": w})[""]
 
     if problem.uncompared:
@@ -360,11 +340,9 @@ def _recorded_after_tangent(
 def _dual_evaluation(
     problem: BatchProblem, v: Tensors, leaves: dict[str, Tensor]
 ) -> Iterator[tuple[Recording, Tensor]]:
-    """Evaluate the model with parameters that carry the tangents ``v``.
+    """Evaluate the model with parameters that carry the tangents ``v``; yield the output's tangent.
 
-    Yields:
-        The recording, with the parameters that carry tangents, and the output's tangent, in the
-        evaluation's context. Tangents are cleared before, which would be carried backward.
+    Tangents, which would be carried backward, are cleared before.
     """
     prepare_forward_mode()
     with ExitStack() as stack:

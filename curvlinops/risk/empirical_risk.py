@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops.autodiff.model import Model, train_flags
+from curvlinops.autodiff.model import Model
 from curvlinops.linear_operator.sharded_space import space_of
 from curvlinops.linear_operator.space import Columns, add
 from curvlinops.losses.base import Loss
@@ -25,23 +25,11 @@ from curvlinops.team.team import Team
 class EmpiricalRisk:
     """``L = c * sum_t l_t`` over all terms of all batches.
 
-    It is the only place for iteration over data, normalization and progress.
-
-    Args:
-        model: The model and its parameters.
-        loss: The loss, or ``None`` where only outputs matter.
-        batches: The data.
-        progressbar: Whether to show a progress bar during passes over the data.
-        name: Names the operator in progress bars.
-        ranks: The processes that have other data of the same risk.
-        checks: Whether custom autograd functions are compared.
-        per_sample: Whether the loss has to add up over samples, even if one batch is all data.
-
-    Attributes:
-        facts: Facts about model and loss.
-        peers: The processes that evaluate the model together, see ``Team``.
-        adding: The processes whose products are added up.
-        term_size: In a pass, the length of the outputs' last axis, if batches must agree on it.
+    It is the only place for iteration over data, normalization and progress. ``ranks`` are the
+    processes that have other data of the same risk; ``peers`` of them evaluate the model together,
+    and products of ``adding`` are added up. With ``checks``, custom autograd functions are
+    compared; with ``per_sample``, the loss has to add up over samples, even if one batch is all
+    data. In a pass, ``term_size`` is the length of the outputs' last axis, if batches must agree.
     """
 
     def __init__(
@@ -96,7 +84,7 @@ class EmpiricalRisk:
             tensors = [*self.model.params.values(), *leaves((batch.X, batch.y))]
             kinds = tuple((x.shape, x.dtype, x.device) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
-            key = (train_flags(self.model.roots), kinds, tuple(self.model.params), loss)
+            key = (self.model.train_flags, kinds, tuple(self.model.params), loss)
             self.facts.rules = rules_of(self.model.source, key)
         return self.facts.rules
 
@@ -124,14 +112,7 @@ class EmpiricalRisk:
         """Pass over the data, in a loop inside of a context. There are no other passes over data.
 
         Inside the context, no other thread evaluates models, PyTorch has its default modes, and
-        the global random number generators are restored at the end.
-
-        Args:
-            description: The purpose of the pass, for the progress bar.
-            data: Other data than the risk's own.
-
-        Raises:
-            Exception: Any error inside, with a note that names the batch.
+        the global random number generators are restored at the end. Errors name the batch.
         """
         data, device = data or self.data, self.space.device
         items = data.data
@@ -157,11 +138,7 @@ class EmpiricalRisk:
                 raise
 
     def scale(self, weight: Tensor | float) -> float:
-        """Return ``c``, given the sum of the batches' weights.
-
-        Raises:
-            ValueError: If there is no term.
-        """
+        """Return ``c``, given the sum of the batches' weights; refuse a risk without terms."""
         if self.loss is None:
             return 1.0
         if float(weight) == 0.0:
@@ -172,11 +149,7 @@ class EmpiricalRisk:
         return 1.0 if self.loss.reduction == "sum" else 1.0 / float(weight)
 
     def gradient_and_loss(self) -> tuple[Columns, Tensor]:
-        """Return gradient (one column) and value of ``L`` over all data.
-
-        Raises:
-            ValueError: If either is not finite, naming batch or parameter.
-        """
+        """Return gradient (one column) and value of ``L`` over all data, which are finite."""
         name, team = "gradient_and_loss", self.adding
         with team.sending():
             self.term_size, flat = None, self.space.zeros(1)

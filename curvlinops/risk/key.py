@@ -9,7 +9,7 @@ import torch
 
 from curvlinops.risk.agreement import numbers_of
 from curvlinops.risk.batch_problem import BatchProblem
-from curvlinops.risk.checks.repeats import sketches
+from curvlinops.risk.checks.first_batch import sketches
 from curvlinops.risk.data import Batches
 from curvlinops.support.keys import Key, check_key, is_numbers, numbers, of_tensors, tolerance_of
 from curvlinops.support.pytree import leaves
@@ -25,12 +25,7 @@ def key_of(operator: Any, options: Mapping[str, Any], with_numbers: bool = True)
 
     The data is represented by this process's first batch with rows: the model is evaluated on it
     once, with one backward pass, and with the same random numbers each time. Processes with shards
-    of the model call it together.
-
-    Args:
-        operator: The operator on data.
-        options: The options that matter, plain values or numbers.
-        with_numbers: Whether numbers of model, loss and data matter, too.
+    of the model call it together. Options are plain values or numbers.
     """
     if not with_numbers:
         return _facts(operator, options)
@@ -47,19 +42,10 @@ def check_operator(
     remedy: str = "",
     data: Batches | None = None,
 ) -> None:
-    """Refuse what has the key of another operator. All processes call it together.
+    """Refuse what has the key of another operator by the first difference. All processes call it.
 
-    Args:
-        source: What has the key, for messages.
-        key: The key.
-        operator: The operator on data.
-        options: Its options that matter.
-        remedy: The end of messages.
-        data: The data that the key is of, of which each process has its own. Default: the
-            operator's data.
-
-    Raises:
-        ValueError: If the operator has another key, naming the first difference.
+    The key is of ``data``, of which each process has its own, or of the operator's data. Messages
+    begin with the ``source`` of the key and end with the remedy.
     """
     ranks = operator.risk.ranks
     with ranks.raise_on_all_ranks():

@@ -17,17 +17,8 @@ from curvlinops.support.torch_internals import strided_tensors, version_of
 
 _LOGGER = logging.getLogger("curvlinops")
 
-#: In place of a batch's work that is not kept, as it is too large or random.
-_REJECTED = object()
-
 #: Builds the work that products with a batch share. The second argument says whether it is kept.
 Build = Callable[[BatchProblem, bool], Linear]
-
-
-_MUST_STAY = (
-    "inside of linearized(), where model, loss and data must stay as they are. Leave the context "
-    "before you change them (training steps, and BatchNorm in train mode, do)."
-)
 
 
 #: So many products with the same numbers are those of a solver.
@@ -35,11 +26,7 @@ _MANY_PRODUCTS = 20
 
 
 class FreshProducts:
-    """Counts products outside of ``linearized()``, and says once that they could share graphs.
-
-    Attributes:
-        was_said: Whether this process has said it.
-    """
+    """Counts products outside of ``linearized()``, and says once that they could share graphs."""
 
     was_said = False
 
@@ -67,13 +54,7 @@ class FreshProducts:
 class Linearization:
     """Objects built of batches, such as graphs, which do not depend on the vectors.
 
-    Args:
-        name: Names the operator in messages.
-        budget: The largest total size of kept tensors, in bytes.
-        tensors: The parameters and buffers by name, which must not be written to.
-
-    Attributes:
-        is_open: Whether the context was not left.
+    They take ``budget`` bytes at most. No product is right once one of ``tensors`` was written to.
     """
 
     def __init__(self, name: str, budget: int, tensors: Mapping[str, Tensor]):
@@ -85,26 +66,25 @@ class Linearization:
             for part in strided_tensors(x)
         ]
         self._states: GeneratorStates | None = None  # before the first pass
-        #: The work of each batch, or ``_REJECTED``, by task and by index.
-        self._built: dict[str, dict[int, Any]] = {}
+        #: The work by task and index; ``None`` if it is not kept, as it is too large or random.
+        self._built: dict[str, dict[int, Linear | None]] = {}
         self._complete: set[str] = set()  # the tasks that have passed over all batches
-        self.is_open = True
 
     def close(self) -> None:
         """Free all memory; nothing is kept from now on."""
-        self.is_open, self._room = False, 0
+        self._room = 0
         for kept in (self._built, self._before, self._tensors):
             kept.clear()
 
     def check(self) -> None:
-        """Refuse parameters and buffers that were written to, as far as PyTorch reports writes.
-
-        Raises:
-            RuntimeError: If there are any; the message names the first.
-        """
+        """Refuse parameters and buffers that were written to, as far as PyTorch reports writes."""
         for name, tensor, version, part, address, _ in self._before:
             if version_of(tensor) != version or part.data_ptr() != address:
-                raise RuntimeError(f"'{name}' was overwritten {_MUST_STAY}")
+                raise RuntimeError(
+                    f"'{name}' was overwritten inside of linearized(), where model, loss and data "
+                    "must stay as they are. Leave the context before you change them (training "
+                    "steps, and BatchNorm in train mode, do)."
+                )
 
     def has_room(self, size: int) -> bool:
         """Return whether a number of bytes can be kept, too."""
@@ -112,18 +92,13 @@ class Linearization:
 
     def all(self, task: str) -> list[Linear] | None:
         """Return what is kept of all batches; ``None`` if that of a batch is missing."""
-        built = list(self._built[task].values()) if task in self._complete else [_REJECTED]
-        return None if any(x is _REJECTED for x in built) else built
+        built = list(self._built[task].values()) if task in self._complete else [None]
+        return None if any(x is None for x in built) else built
 
     def each(self, task: str, problems: Iterable[BatchProblem], build: Build) -> Iterator[Linear]:
         """Yield the kept work of each batch, or build it, and keep it if there is room.
 
         Nothing is kept of a model that draws random numbers: it draws the same ones in each pass.
-
-        Args:
-            task: Identifies the work.
-            problems: The batches.
-            build: Builds it.
         """
         kept = self._built.setdefault(task, {})
         if self._states is None:
@@ -132,14 +107,14 @@ class Linearization:
         for problem in problems:
             index = problem.batch.index
             if self._room <= 0:
-                kept.setdefault(index, _REJECTED)
+                kept.setdefault(index, None)
             if index not in kept:
                 before = GeneratorStates()
                 built = build(problem, True)
                 is_fit = before.are_current() and self._fits(built.tensors)
-                kept[index] = built if is_fit else _REJECTED
+                kept[index] = built if is_fit else None
                 yield built
-            elif kept[index] is _REJECTED:
+            elif kept[index] is None:
                 yield build(problem, False)
             else:
                 yield kept[index]

@@ -26,10 +26,7 @@ from curvlinops.support.autograd_graph import (
 )
 from curvlinops.support.pytree import leaves
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.torch_internals import (
-    in_transform,
-    without_torch_function,
-)
+from curvlinops.support.torch_internals import in_transform, without_torch_function
 
 #: PyTorch's complaints if a function differentiates a tensor that has no graph.
 _NO_GRAPH = ("does not require grad", "not have been used in the graph")
@@ -62,47 +59,36 @@ class Rules:
 
 @dataclass
 class ModelFacts:
-    """The facts about a model, its loss, and the shapes of its data, as far as they are known.
+    """The facts about a model, its loss, and the shapes of its data, as far as they are known."""
 
-    Attributes:
-        train_flags: The train flags with which the model was checked; ``None`` before.
-        rules: The rules of layers; ``None`` until they are needed.
-        is_evaluated: Whether the model was evaluated, so that it was ``learn``ed from.
-        graph_bytes: The memory of the graph, in bytes.
-        has_checkpoints: Whether hooks replace what the graph saves, as checkpoints do, which
-            ``graph_bytes`` does not count.
-        hooks: The names of hooks that model or loss register, which may change gradients.
-        differentiates: Whether the model differentiates itself, as meta-learning does, so that its
-            parameters have to require gradients in each evaluation.
-        stops_gradients: Whether the model computes with its parameters outside of the graph
-            (``torch.no_grad``, ``torch.autograd.grad`` without ``create_graph``). These are
-            constants for backward passes, but forward mode would differentiate them.
-        loss_needs_graph: Whether the loss depends on the parameters not only through the values of
-            the output: it differentiates the output with respect to the input (a PINN), or uses
-            the parameters itself (weight decay).
-        adds_up: Whether the loss is the sum of its samples' losses, as far as that was compared.
-        lacks_derivative: Whether the model can be differentiated only once.
-        lacks_tangents: Whether forward mode fails on the model.
-        prefers_rows: Whether products are faster with kept gradients of samples than with a kept
-            graph; ``None`` if that is not known.
-        compared: Hashes of the operations of graphs whose custom functions were compared.
-        kept: The same of those whose backward pass has kept its own graph.
-    """
-
+    #: The train flags with which the model was checked; ``None`` before.
     train_flags: tuple[bool, ...] | None = None
-    rules: Rules | None = None
-    is_evaluated: bool = False
+    rules: Rules | None = None  # of layers, once they are needed
+    is_evaluated: bool = False  # so that the other facts are known
     graph_bytes: int = 0
+    #: Whether hooks replace what the graph saves, which ``graph_bytes`` does not count.
     has_checkpoints: bool = False
+    #: The names of hooks that model or loss register, which may change gradients.
     hooks: set[str] = field(default_factory=set)
+    #: Whether the model differentiates itself, as meta-learning does, so that its parameters have
+    #: to require gradients in each evaluation.
     differentiates: bool = False
+    #: Whether the model computes with its parameters outside of the graph (``torch.no_grad``, or
+    #: ``torch.autograd.grad`` without ``create_graph``). These are constants for backward passes,
+    #: but forward mode would differentiate them.
     stops_gradients: bool = False
+    #: Whether the loss depends on the parameters not only through the values of the output: it
+    #: differentiates the output with respect to the input (a PINN), or uses the parameters itself
+    #: (weight decay).
     loss_needs_graph: bool = False
-    adds_up: bool = False
-    lacks_derivative: bool = False
-    lacks_tangents: bool = False
+    adds_up: bool = False  # the loss is the sum of its samples' losses, as far as was compared
+    lacks_derivative: bool = False  # the model can be differentiated only once
+    lacks_tangents: bool = False  # forward mode fails on the model
+    #: Whether kept gradients of samples are faster than a kept graph, if that is known.
     prefers_rows: bool | None = None
+    #: Hashes of the operations of graphs: their custom functions were compared.
     compared: set[int] = field(default_factory=set)
+    #: Hashes of the operations of graphs: their backward pass has kept its own graph.
     kept: set[int] = field(default_factory=set)
 
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
@@ -142,16 +128,20 @@ class UserFunctions:
         are_known = self._are_compared or self.operations in self._facts.compared
         return [] if are_known else self.names
 
-    @contextmanager
-    def keeping_graph(self, output: Tensor) -> Iterator[bool]:
-        """Watch a backward pass that is differentiated, if its graph is new, which is yielded.
+    @property
+    def is_new(self) -> bool:
+        """Whether no backward pass of such a graph is known to keep its own graph."""
+        return self.operations not in self._facts.kept
 
-        Raises:
-            NoDerivativeError: If a node loses its graph, as that of sparse tensors does, so that
-                products would lack a part.
+    @contextmanager
+    def keeping_graph(self, output: Tensor) -> Iterator[None]:
+        """Watch a backward pass that is differentiated, if its graph is new.
+
+        A node that loses its graph, as that of sparse tensors does, is refused: products would lack
+        a part.
         """
-        if self.operations in self._facts.kept:
-            yield False
+        if not self.is_new:
+            yield
             return
         lost: list[str] = []
 
@@ -164,7 +154,7 @@ class UserFunctions:
         nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
         handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
-            yield True
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -179,9 +169,8 @@ class UserFunctions:
     def were_compared(self, is_complete: bool) -> None:
         """Remember that those of this graph were compared; for other graphs if it ``is_complete``.
 
-        Args:
-            is_complete: Whether no gradient was zero: a zero in a layer behind, as in an adapter
-                before its first step, hides the function.
+        It is not if a gradient is zero: a zero in a layer behind, as in an adapter before its first
+        step, hides the function.
         """
         self._are_compared = True
         if is_complete:
@@ -191,18 +180,9 @@ class UserFunctions:
 class Watch(TorchFunctionMode):
     """Watches the calls of the model and of the loss; for the attributes see ``ModelFacts``.
 
-    Args:
-        replaced: The names of tensors that were replaced, by id.
-        is_gathered: Whether a tensor is a sharded parameter that was gathered.
-
-    Attributes:
-        is_in_loss: Whether the loss is evaluated.
-
-    Raises:
-        ValueError: When the model differentiates with respect to one that was replaced: PyTorch
-            would find no derivative, or zero. When the loss runs a backward pass that adds to the
-            gradients of parameters.
-        NotImplementedError: When the model differentiates with respect to a sharded one.
+    It refuses to differentiate with respect to tensors that were ``replaced`` (their names by id),
+    where PyTorch would find no derivative, or zero, and to sharded ones; and a loss whose backward
+    pass would add to the gradients of parameters.
     """
 
     def __init__(self, replaced: dict[int, str], is_gathered: Callable[[Any], bool]):
@@ -215,10 +195,9 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, and note how it uses gradients."""
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and (
-            lost := [x for x in args[1] if id(x) in self._replaced]
-        ):
-            raise not_registered(self._replaced[id(lost[0])])
+        inputs = args[1] if func is torch.autograd.grad else ()
+        if lost := [self._replaced[id(x)] for x in inputs if id(x) in self._replaced]:
+            raise not_registered(lost[0])
         if self.is_in_loss and func in (Tensor.backward, torch.autograd.backward):
             raise ValueError(
                 "The loss calls backward(). Leave that out: it returns its value, which operators "
@@ -239,17 +218,6 @@ class Watch(TorchFunctionMode):
         return result
 
 
-def _without_graph(loss: Loss, output: Tensor, target: Any) -> Tensor | None:
-    """Return a user's loss of an output without history, ``None`` if it differentiates that."""
-    try:
-        # with a graph, as usual, but not with the model's
-        return loss.sum(output.detach().requires_grad_().clone(), target)
-    except RuntimeError as error:
-        if lacks_memory(error) or not any(words in str(error) for words in _NO_GRAPH):
-            raise
-        return None
-
-
 def needs_graph(
     loss: Loss, output: Tensor, target: Any, parameters: set[int], functions: UserFunctions
 ) -> bool:
@@ -257,8 +225,11 @@ def needs_graph(
 
     If it does not, the user's functions in it are noted.
     """
-    alone = _without_graph(loss, output, target)
-    if alone is None:
+    try:  # a graph as usual, but not the model's
+        alone = loss.sum(output.detach().requires_grad_().clone(), target)
+    except RuntimeError as error:  # it differentiates the output
+        if lacks_memory(error) or not any(words in str(error) for words in _NO_GRAPH):
+            raise
         return True
     nodes = graph_nodes(alone)
     used = leaf_variables(nodes)

@@ -15,9 +15,7 @@ from curvlinops.support.pytree import has_length, leaves
 class Samples:
     """The rule by which a data set's batches, and outputs on them, consist of samples.
 
-    Args:
-        batch_size_fn: Number of samples of an ``X``. Default: the length of the first axis,
-            on which all tensors in ``X`` must agree.
+    ``batch_size_fn`` is described in ``DataLinearOperator``.
     """
 
     def __init__(self, batch_size_fn: Callable[[Any], int] | None = None):
@@ -29,12 +27,7 @@ class Samples:
         self.batch_size_fn = batch_size_fn
 
     def count(self, X: Any, index: int) -> int:
-        """Return the number of samples in the batch of this index.
-
-        Raises:
-            ValueError: If it is not evident and ``batch_size_fn`` is not given, or returns no
-                number of samples.
-        """
+        """Return the number of samples in a batch; refuse one that is not evident."""
         if self.batch_size_fn is not None:
             return check_count("batch_size_fn(X)", self.batch_size_fn(X), at_least=0)
         if isinstance(X, PackedSequence):
@@ -59,14 +52,9 @@ class Samples:
 
         Nothing is said if the targets disagree on their number, or if the batch has as many samples
         as the output has rows.
-
-        Raises:
-            ValueError: If there are fewer.
         """
         sizes = _first_axes(y)
-        if len(sizes) != 1 or num_rows >= min(sizes):
-            return
-        if self.evident(X, 0) == num_rows:
+        if len(sizes) != 1 or num_rows >= min(sizes) or self.evident(X, 0) == num_rows:
             return
         raise ValueError(
             f"the model's output has a first axis of length {num_rows}, its target one of length "
@@ -76,14 +64,11 @@ class Samples:
         )
 
     def of_output(self, X: Any, index: int, num_rows: int) -> int:
-        """Return the number of samples to which the rows of an output belong.
+        """Return the number of samples to which the rows of an output belong, if it is known.
 
         Each row is a sample, but for outputs with more rows than the batch has samples: of N
         samples by ``batch_size_fn``, an output with N * T rows has T neighboring ones for each
         where the tensors in X have as many places, ``[N, T, ...]``. So no place was left out.
-
-        Raises:
-            ValueError: If there are more rows than samples otherwise.
         """
         num_samples = self.evident(X, index)
         if not num_samples or num_rows <= num_samples:

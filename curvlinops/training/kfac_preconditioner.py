@@ -3,17 +3,16 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from curvlinops.autodiff.model import eval_mode
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
-from curvlinops.support.torch_internals import modules_of
 
 _ORDER = "Call preconditioner.step(X, y) after loss.backward() and before optimizer.step()."
 _DENSE = "Take sparse=False, or build K without this parameter."
@@ -29,12 +28,11 @@ class KFACPreconditioner:
     Distributed second-order optimization using Kronecker-factored approximations, ICLR 2017).
 
     Parameters of the optimizer that ``K`` does not have keep their gradients. For a parameter
-    of ``K``, a missing gradient counts as zero, and it gets no direction. If all are missing, or
-    the optimizer has used all of them in a step before, there is an error.
+    of ``K``, a missing gradient counts as zero, and it gets no direction.
 
-    The factors are those of the model in eval mode: batch normalization in train mode couples the
-    samples of a batch, and dropout makes the model random. Both are refused by ``K``. So build
-    ``K`` in eval mode; ``step`` enters eval mode for updates, and restores all train flags.
+    The factors are those of the model in eval mode: ``K`` refuses batch normalization in train
+    mode, which couples samples, and dropout. So build ``K`` in eval mode; ``step`` enters it for
+    updates, and restores all train flags.
 
     Args:
         K: A ``KFACLinearOperator``, on the first batch, say. An ``EKFACLinearOperator`` keeps the
@@ -102,15 +100,15 @@ class KFACPreconditioner:
         self._params = dict(zip(K.space.names, params, strict=True))
         self._inverse: TorchLinearOperator | None = None
         self._learning_rates()  # knows all parameters
-        for module in modules_of(K.risk.model.roots):
+        for module in K.risk.model.modules:
             if getattr(module, "sparse", False) and any(p is module.weight for p in params):
                 raise ValueError(f"The gradient of a {type(module).__name__} is sparse. {_DENSE}")
-        #: The gradients that the last step of the optimizer has used, and their versions.
-        self._used = used = list[tuple[ref[Tensor], int]]()
+        #: The gradients that the optimizer has used, and the versions that it has used.
+        self._used = used = WeakTensorKeyDictionary()
 
         def note(optimizer: Optimizer, *_: Any) -> None:
             grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-            used[:] = [(ref(grad), grad._version) for grad in grads if grad is not None]
+            used.update({grad: grad._version for grad in grads if grad is not None})
 
         with suppress(AttributeError):  # an optimizer of another package may have no hooks
             getattr(optimizer, "optimizer", optimizer).register_step_post_hook(note)
@@ -140,7 +138,11 @@ class KFACPreconditioner:
         self.num_steps += 1
         zeros = {n: torch.zeros_like(p) for n, p in self._params.items() if p.grad is None}
         directions = self._inverse @ (grads | zeros)
-        nu = self._clipping(grads, directions)
+        nu: Tensor | float = 1.0
+        if self.clip is not None:
+            rates = self._learning_rates()
+            terms = [rates[n] ** 2 * (grad * directions[n]).sum() for n, grad in grads.items()]
+            nu = (self.clip / torch.stack(terms).sum()).sqrt().clamp(max=1.0)
         for name, grad in grads.items():
             grad.copy_(nu * directions[name])
 
@@ -148,29 +150,17 @@ class KFACPreconditioner:
         """Refuse gradients that are missing, sparse, or of the step before."""
         if not grads:
             raise ValueError(f"No parameter of K has a gradient. {_ORDER}")
-        used = [(grad(), version) for grad, version in self._used]
-        if all(any(x is grad and x._version == n for grad, n in used) for x in grads.values()):
+        if all(self._used.get(grad) == grad._version for grad in grads.values()):
             raise ValueError(f"The optimizer has made a step with these gradients. {_ORDER}")
         for name, grad in grads.items():
             if grad.layout != torch.strided:
                 raise ValueError(f"The gradient of {name!r} is sparse. {_DENSE}")
 
-    def _clipping(
-        self, grads: Mapping[str, Tensor], directions: Mapping[str, Tensor]
-    ) -> Tensor | float:
-        """Return the factor by which directions are scaled down."""
-        if self.clip is None:
-            return 1.0
-        rates = self._learning_rates()
-        terms = [rates[n] ** 2 * (grad * directions[n]).sum() for n, grad in grads.items()]
-        return (self.clip / torch.stack(terms).sum()).sqrt().clamp(max=1.0)
-
     def _learning_rates(self) -> dict[str, Any]:
         """Return the learning rate of each parameter."""
         groups = self.optimizer.param_groups
         rates = {id(p): group["lr"] for group in groups for p in group["params"]}
-        lacking = [name for name, p in self._params.items() if id(p) not in rates]
-        if lacking:
+        if lacking := [name for name, p in self._params.items() if id(p) not in rates]:
             raise ValueError(
                 f"The optimizer lacks parameters of K, such as {lacking[0]!r}. Build K with the "
                 "parameters that the optimizer trains, or fewer."
@@ -189,10 +179,8 @@ class KFACPreconditioner:
         """Continue from a checkpoint; the next step computes the inverse from its factors.
 
         Directions are then those of the run without a break, bit for bit, if ``invert_every`` and
-        ``update_every`` are the same. Otherwise the inverse may be of newer factors.
-
-        Raises:
-            ValueError: If the factors are those of other parameters, options, or another loss.
+        ``update_every`` are the same. Otherwise the inverse may be of newer factors. Those of other
+        parameters, options, or another loss are refused.
         """
         with eval_mode(self.K.model_func):
             self.K.load_state_dict(state_dict["factors"])

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from curvlinops.algorithms.eigsh import eigsh
 from curvlinops.algorithms.xtrace import xtrace
@@ -13,13 +13,6 @@ from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count
-
-
-class ScalarWriter(Protocol):
-    """What takes numbers, such as TensorBoard's ``SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Add a number."""
 
 
 class CurvatureMonitor:
@@ -38,8 +31,7 @@ class CurvatureMonitor:
       the layer ``0``.
 
     Args:
-        A: A symmetric operator on data that follows the model, such as a Hessian or a GGN. A few
-            batches are enough: the time of a measurement is proportional to the data.
+        A: A symmetric operator that follows the model, such as a Hessian or a GGN of a few batches.
         path: A CSV file, with the run, the step and a measurement in each row. Rows are written at
             once. A file that exists is continued: each monitor is a run, numbered from 1.
         writer: Takes the numbers as ``writer.add_scalar("curvature/sharpness", number, step)``:
@@ -53,8 +45,7 @@ class CurvatureMonitor:
         seed: Seeds the random vectors.
 
     Raises:
-        TypeError: If ``A`` is no symmetric operator on data, or one of KFAC, whose factors do not
-            follow the model.
+        TypeError: If ``A`` is no such operator; the factors of KFAC do not follow the model.
         ValueError: If a number is out of range.
 
     Example:
@@ -74,7 +65,7 @@ class CurvatureMonitor:
         self,
         A: DataLinearOperator,
         path: str | Path | None = None,
-        writer: ScalarWriter | None = None,
+        writer: Any = None,
         *,
         every: int = 100,
         k: int = 1,
@@ -109,8 +100,7 @@ class CurvatureMonitor:
             The measurement; ``None`` at other steps.
 
         Raises:
-            ValueError: If the file has other columns; and the operator's errors, such as for a loss
-                that is not finite.
+            ValueError: If the file has other columns, or the loss is not finite.
         """
         if step % self.every:
             return None
@@ -128,17 +118,15 @@ class CurvatureMonitor:
         with eval_mode(A.model_func), A.linearized():
             numbers = {"loss": float(A.gradient_and_loss()[1])} | self._measure(A)
             layers = {} if self.by is None else by_layer(A, self._measure, by=self.by)
-        for layer, found in layers.items():
-            numbers |= {f"{layer}/{name}": number for name, number in found.items()}
-        return numbers
+        layered = {f"{label}/{name}": x for label, xs in layers.items() for name, x in xs.items()}
+        return numbers | layered
 
     def _measure(self, A: TorchLinearOperator) -> dict[str, float]:
         """Return the numbers of a matrix, or of the block of a layer."""
         k = min(self.k, A.shape[0])
         largest = eigsh(A, k, which="LA", tol=self.tol, seed=self.seed).eigenvalues.tolist()[::-1]
-        numbers = {
-            "sharpness" if i == 1 else f"eigenvalue_{i}": x for i, x in enumerate(largest, 1)
-        }
+        names = ["sharpness", *(f"eigenvalue_{i}" for i in range(2, k + 1))]
+        numbers = dict(zip(names, largest, strict=True))
         if self.num_matvecs:
             trace, error = xtrace(A, self.num_matvecs, return_error=True, seed=self.seed)
             numbers |= {"trace": float(trace), "trace_error": float(error)}
@@ -158,8 +146,6 @@ def _append(path: Path, run: int | None, row: dict[str, float]) -> int:
             )
         if run is None:
             run = int(rows[-1][0]) + 1 if rows else 1
-        writer = csv.DictWriter(file, columns)
-        if header is None:
-            writer.writeheader()
-        writer.writerow({"run": run} | row)
+        new = [run, *row.values()]
+        csv.writer(file).writerows([columns, new] if header is None else [new])
     return run

@@ -1,13 +1,13 @@
 """Refuses calls that write to the user's parameters."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops.support.torch_internals import modules_of, pytree, tensor_tables
+from curvlinops.support.torch_internals import pytree, tensor_tables
 
 #: Methods with the name of one that writes, which leave the values as they are.
 _HARMLESS = {"requires_grad_", "detach_"}
@@ -23,14 +23,14 @@ class Protected:
 
     def __init__(
         self,
-        roots: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
         params: Mapping[str, Tensor] | None = None,
         source_of: Callable[[Tensor], Tensor | None] | None = None,
     ):
-        self._roots, self._params, self._source_of = roots, params or {}, source_of
+        self._modules, self._params, self._source_of = modules, params or {}, source_of
         # what modules have now: they may have other tensors once they are called
-        modules = [x for x in modules_of(roots) if not isinstance(x, torch.jit.ScriptModule)]
-        tables = [(module, tensor_tables(module)[0]) for module in modules]
+        plain = [x for x in modules if not isinstance(x, torch.jit.ScriptModule)]
+        tables = [(module, tensor_tables(module)[0]) for module in plain]
         self._tables = [(module, dict(dict.items(table))) for module, table in tables if table]
 
     def check(self, func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
@@ -63,7 +63,10 @@ class Protected:
     @cached_property
     def _names(self) -> tuple[dict[int, str], dict[int | None, str]]:
         """The names of the user's own tensors, by id and by address."""
-        prefixes = {child: name for root in self._roots for name, child in root.named_modules()}
+        prefixes: dict[nn.Module, str] = {}
+        for module in self._modules:
+            if module not in prefixes:  # a root: modules follow the one that has them
+                prefixes |= {child: name for name, child in module.named_modules()}
         found = {
             f"{prefixes.get(module, '')}.{name}".lstrip("."): x
             for module, table in self._tables

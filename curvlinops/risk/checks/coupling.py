@@ -11,6 +11,7 @@ from curvlinops.autodiff.backward import vjp
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes, precisions
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import has_length, leaves
+from curvlinops.support.rng import seeded
 from curvlinops.support.torch_internals import strided_tensors
 from curvlinops.support.warnings import warn
 
@@ -79,25 +80,19 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
     }
 
 
-def check(problem: Any, seen: Any) -> None:
-    """Refuse samples that interact, as far as the first batch shows it, see ``interaction``.
-
-    Args:
-        problem: The ``BatchProblem``.
-        seen: What was ``Observed`` on it.
-    """
-    known, model = problem.rules(SeenAlone), problem.model
+def check_interaction(problem: Any, seen: Any) -> None:
+    """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
+    known = problem.rules(SeenAlone)
     if seen.operations in known or _may_interact(problem):
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
     if seen.runs_users_code:
-        check_gradients(problem)
-    if model.shards:
+        check_gradients(problem, seen.operations)
+    if problem.model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
-    own = chain(*((*root.parameters(), *root.buffers()) for root in model.roots))
-    parts = chain(*map(strided_tensors, (*model.params.values(), *own)))
+    parts = chain(*map(strided_tensors, problem.model.tensors().values()))
     are_any = [x.any().cpu() for x in parts if x.numel() and not (x.is_meta or x.is_quantized)]
     if bool(torch.stack(are_any).all()):
         known.add(seen.operations)
@@ -126,15 +121,9 @@ def couples_samples(problem: Any, output: Tensor) -> bool:
     """Return whether the first or the last samples have other outputs alone than in their batch.
 
     Both ends: of a recurrence over samples, only later ones depend on others, and the sample with
-    the largest entry of the batch may be at one of them.
-
-    Args:
-        problem: The model on the batch.
-        output: Its output for the whole batch.
-
-    Returns:
-        ``False``, too, where the batch cannot be cut, or its parts have other numbers of rows; but
-        of two or three samples, models that normalize over the batch refuse one alone.
+    the largest entry of the batch may be at one of them. It is not known where the batch cannot be
+    cut, or its parts have other numbers of rows; but of two or three samples, models that normalize
+    over the batch refuse one alone.
     """
     num_samples = problem.evident_samples
     if not num_samples or len(output) % num_samples or not len(output):
@@ -163,19 +152,24 @@ def _couples(problem: Any, output: Tensor, start: int, num: int, taken: int) -> 
     return is_cut and differs(rows[: size * num], output[size * start :][: size * num], output)
 
 
-def check_gradients(problem: Any) -> bool:
-    """Refuse samples that meet in the backward pass, as hooks and custom functions may let them.
+def check_gradients(problem: Any, operations: int) -> None:
+    """Refuse samples that meet in the backward pass of a new graph, outside of an evaluation.
 
-    Returns:
-        Whether no gradient is zero: a zero hides what is in the backward pass behind it.
+    Hooks and custom functions may let them. A zero gradient hides what is in the backward pass
+    behind it. Processes that evaluate a sharded model together may have unequal batches: they
+    compare the first one only, at construction.
     """
-    if _may_interact(problem):
-        return False
+    known, facts = problem.rules(SeenAlone), problem.risk.facts
+    is_late = problem.model.shards and facts.train_flags is not None
+    key = (operations, *sorted(facts.hooks))
+    if is_late or key in known or _may_interact(problem):
+        return
     names, is_complete = couples_gradients(problem)
     if names:
         where = f" (They meet in the backward pass, in one of {', '.join(names)}.)"
         raise interaction(problem, where)
-    return is_complete
+    if is_complete:
+        known.add(key)
 
 
 def couples_gradients(problem: Any) -> tuple[list[str], bool]:
@@ -192,13 +186,14 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
 
         def of(output: Tensor) -> Mapping[str, Tensor] | None:
             if not u:  # of the whole batch
-                u[:] = _randn_like(output).tensor_split(num_samples)
+                random = torch.empty_like(output).normal_(generator=seeded(output.device, 0))
+                u[:] = random.tensor_split(num_samples)
             rows = torch.cat(u[samples])
             if output.shape != rows.shape:
                 return None
             nodes = graph_nodes(output)
             names.update(custom_functions(nodes), problem.risk.facts.hooks)
-            dtypes.update((output.dtype, *precisions(nodes, output)))
+            dtypes.update(precisions(nodes, output))
             grads = vjp({"": output}, {"": rows}, leaves, retain=False)
             return {name: wide(x.detach()) for name, x in grads.items() if x is not None}
 
@@ -206,8 +201,7 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
 
     if num_samples < 2:
         return [], False
-    ends = slice(0, num_samples), slice(0, 1), slice(1, num_samples)
-    grads = [*map(gradient, ends)]
+    grads = [*map(gradient, (slice(0, num_samples), slice(0, 1), slice(1, num_samples)))]
     if None in grads:
         return [], False
     dtypes.update(x.dtype for x in problem.model.params.values())
@@ -221,25 +215,23 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
     return sorted(names) if couples else [], all(size for *_, size in errors)
 
 
-def _randn_like(x: Tensor) -> Tensor:
-    generator = torch.Generator(x.device).manual_seed(0)
-    return torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-
-
 def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:
-    """Return whether rows of an output differ by more than rounding errors of all of it.
-
-    A row that is not a number, where another one is expected, differs.
-    """
+    """Return whether rows of an output differ by more than rounding errors of all of it."""
     if rows.shape != expected.shape:
         return False
-    tolerance = _tolerance(output.dtype, output)
-    rows, expected, output = (x.detach().double() for x in (rows, expected, output))
-    # masked entries are infinite
-    equal = (rows == expected) | (rows.isnan() & expected.isnan())
-    error = torch.where(equal, 0.0, rows - expected).norm()
-    scale = torch.where(output.isfinite(), output, 0.0).norm()
-    return bool(error) and not float(error / scale) <= tolerance
+    error, scale = error_and_scale(rows, expected, output)
+    return error != 0 and not error <= _tolerance(output.dtype, output) * scale
+
+
+def error_and_scale(x: Tensor, expected: Tensor, whole: Tensor) -> tuple[float, float]:
+    """Return the norms of an error and of the finite entries of a whole; infinities may be equal.
+
+    Numbers that are not finite, where others are expected, are an error that is not finite.
+    """
+    equal = (x == expected) | (x.isnan() & expected.isnan())
+    error = torch.where(equal, 0.0, x.detach() - expected.detach())
+    scale = torch.where(whole.isfinite(), whole.detach(), 0.0)
+    return float(double_norm(error)), float(double_norm(scale))
 
 
 def _tolerance(dtype: torch.dtype, output: Tensor) -> float:

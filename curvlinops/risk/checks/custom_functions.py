@@ -1,15 +1,16 @@
 """Compares products through graphs with custom autograd functions, or hooks on gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from curvlinops.autodiff.backward import NoDerivativeError, vjp
+from curvlinops.autodiff.backward import vjp
 from curvlinops.autodiff.custom_functions import (
     Gradient,
+    Tensors,
+    check_adjoint,
     check_derivative,
-    compare_adjoint,
     directions,
 )
 from curvlinops.linear_operator.space import Columns
@@ -17,8 +18,6 @@ from curvlinops.risk.batch_problem import BatchProblem, Recording
 from curvlinops.support.norms import double_norm
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.warnings import warn
-
-Tensors = Mapping[str, Tensor]
 
 
 def check_jacobian(
@@ -42,41 +41,42 @@ def check_jacobian(
     def product(v: Tensors) -> Tensor:
         return jvp({name: x.unsqueeze(0) for name, x in v.items()})[0]
 
+    what = (
+        f"{_culprits(problem)} cannot be differentiated with respect to the gradient that it "
+        "gets, or is not linear in it (it clips, or normalizes), so that products with the "
+        "Jacobian are wrong. Compute with PyTorch operations in it, do not detach the gradient, "
+        "and clip gradients outside of the model. check_deterministic=False skips this comparison."
+    )
     dtypes = {x.dtype for x in (output, *leaves.values())} | problem.functions.precisions
-    is_right, sizes = compare_adjoint(product, transposed, leaves, output, dtypes)
-    if not is_right:
-        raise NoDerivativeError(
-            "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
-            f"{', '.join(problem.uncompared)}), cannot be differentiated with respect to the "
-            "gradient that it gets, or is not linear in it (it clips, or normalizes), so that "
-            "products with the Jacobian are wrong. Compute with PyTorch operations in it, do not "
-            "detach the gradient, and clip gradients outside of the model. "
-            "check_deterministic=False skips this comparison."
-        )
-    problem.functions.were_compared(all(sizes.values()))
+    is_complete = check_adjoint(product, transposed, leaves, output, dtypes, what)
+    problem.functions.were_compared(is_complete)
 
 
 def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Tensor]) -> None:
     """Compare products with the Hessian with central differences of the gradient."""
     remedy = (
-        "The backward of a custom autograd.Function, or a hook that changes gradients (one of "
-        f"{', '.join(problem.uncompared)}), may not be differentiable. Make it differentiable, or "
-        "build it from PyTorch operations. If the difference is meant, as in straight-through "
-        "estimators, pass check_deterministic=False."
+        f"{_culprits(problem)} may not be differentiable. Make it differentiable, or build it from "
+        "PyTorch operations. If the difference is meant, as in straight-through estimators, pass "
+        "check_deterministic=False."
     )
-    at = {name: leaf.detach() for name, leaf in problem.leaves().items()}
-    dtypes = {x.dtype for x in at.values()} | problem.functions.precisions
-    if problem.space.in_parts or not problem.can_substitute:
-        problem.functions.were_compared(True)
+    if problem.space.in_parts or not problem.model.substitutable:
         reason = "the model is a closure, or sharded"
         warn(f"The Hessian product cannot be compared with differences: {reason}. {remedy}")
+        problem.functions.were_compared(True)
         return
-
     if not (problem.loss.is_function_of_values or problem.loss_needs_graph):
-        _check_loss(problem)
+        # the loss compares its own Hessian: in that of the parameters, its parts are mixed
+        evaluation = problem.evaluation(problem.constants(), "once")
+        with preserved_rng(), evaluation.active():
+            problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
 
-    def function(x: Tensors) -> dict[str, Tensor]:
-        return _gradient(problem, x)
+    def function(values: Tensors) -> dict[str, Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+        evaluation = problem.evaluation(leaves, "once")
+        with evaluation.active():
+            loss, _ = problem.loss_sum(problem.output(evaluation))
+            grads = vjp({"": loss}, {"": None}, leaves, retain=False)
+        return {n: torch.zeros_like(values[n]) if x is None else x for n, x in grads.items()}
 
     def product(v: Tensors) -> dict[str, Tensor]:
         out = problem.space.views(problem.space.zeros(1))
@@ -86,6 +86,8 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
     def norms(gradient: Tensors) -> Tensor:
         return torch.stack([double_norm(x) for x in gradient.values()])
 
+    at = {name: leaf.detach() for name, leaf in problem.leaves().items()}
+    dtypes = {x.dtype for x in at.values()} | problem.functions.precisions
     with preserved_rng():
         near = {
             name: at[name] + 0.01 * (at[name].abs().mean() + 0.01) * z
@@ -97,18 +99,8 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
     problem.functions.were_compared(is_complete)
 
 
-def _check_loss(problem: BatchProblem) -> None:
-    """Let a loss compare its own Hessian: in that of the parameters, its parts are mixed."""
-    evaluation = problem.evaluation(problem.constants(), "once")
-    with preserved_rng(), evaluation.active():
-        problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
-
-
-def _gradient(problem: BatchProblem, values: Tensors) -> dict[str, Tensor]:
-    """Return the gradient of the loss's sum at other parameters."""
-    leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
-    evaluation = problem.evaluation(leaves, "once")
-    with evaluation.active():
-        loss, _ = problem.loss_sum(problem.output(evaluation))
-        grads = vjp({"": loss}, {"": None}, leaves, retain=False)
-    return {n: torch.zeros_like(values[n]) if x is None else x for n, x in grads.items()}
+def _culprits(problem: BatchProblem) -> str:
+    """Return the names of what is compared, for messages."""
+    names = ", ".join(problem.uncompared)
+    subject = "The backward of a custom autograd.Function, or a hook that changes gradients"
+    return f"{subject} (one of {names}),"
