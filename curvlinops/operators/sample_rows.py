@@ -52,7 +52,7 @@ class SampleRows(NamedTuple):
         rows = space.lazy_empty(self.num_rows)
         for pieces, view in self.gradients:
             write_rows(pieces, rows, view)
-        return {name: flat(x) for name, x in rows.items()}
+        return {name: flat(rows[name]) for name in space.names}  # gradients arrive in any order
 
 
 def rows_of(
