@@ -33,9 +33,7 @@ class Matrix:
 
     Attributes:
         operator: ``A`` as an operator of this package.
-        shape: Its shape.
         space: The space of the vectors that it multiplies.
-        device: The device of its products.
         dtype: The dtype of its products, float32 or float64.
         num_products: Number of vectors multiplied so far, by the matrix or its transpose.
 

@@ -111,10 +111,7 @@ def certified_scores(
 def _enough(scores: Tensor, norms: Tensor, top: int) -> Tensor:
     """Return the widths below which the order of the leading rows is certain, ``[Q]``.
 
-    Args:
-        scores: The middles of the intervals of all rows, ``[N, Q]``.
-        norms: The norms of the rows, ``[N]``.
-        top: The number of leading rows.
+    The intervals of all rows have the middles ``scores``, ``[N, Q]``.
     """
     order = scores.argsort(dim=0, descending=True, stable=True)
     scores, norms = scores.gather(0, order), norms[order]

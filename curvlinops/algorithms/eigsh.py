@@ -210,21 +210,13 @@ def _count_pairs(k: int, matrix: Matrix) -> int:
 
 
 class RitzPairs(NamedTuple):
-    """Approximate eigenpairs from a basis of m vectors; float64, on the CPU.
+    """Approximate eigenpairs from a basis of m vectors; float64, on the CPU."""
 
-    Attributes:
-        values: Ritz values ``[p]``, ascending.
-        vectors: Ritz vectors as columns of coefficients in the basis, ``[m, p]``.
-        couplings: Norms of the parts of the residuals that more products reduce, ``[p]``.
-        noise: Norms of the parts that stay, from rounding errors of the products, ``[p]``.
-        is_locked: Which pairs are from the locked rows of the basis, ``[p]``.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    couplings: Tensor
-    noise: Tensor
-    is_locked: Tensor
+    values: Tensor  # Ritz values [p], ascending
+    vectors: Tensor  # Ritz vectors as columns of coefficients in the basis, [m, p]
+    couplings: Tensor  # norms of the parts of the residuals that more products reduce, [p]
+    noise: Tensor  # norms of the parts that stay, from rounding errors of the products, [p]
+    is_locked: Tensor  # which pairs are from the locked rows of the basis, [p]
 
     @property
     def residuals(self) -> Tensor:
@@ -244,14 +236,10 @@ class _Search:
     not random, a probe follows: another Krylov space, of a random vector that is orthogonal to the
     converged pairs, which are locked. The search ends when the probe excludes better eigenvalues,
     and continues with those that it finds.
-
-    Attributes:
-        found: The wanted pairs at the last check, by ascending value.
-        num_missed: The number of wanted pairs that have not converged, or are not there yet.
     """
 
-    found: RitzPairs
-    num_missed: int
+    found: RitzPairs  # the wanted pairs at the last check, by ascending value
+    num_missed: int  # the number of wanted pairs that have not converged, or are not there yet
 
     def __init__(
         self,
@@ -481,20 +469,10 @@ class LanczosBasis:
     """An orthonormal basis V with ``A V = V H + q b^T``, stored as rows.
 
     q is the unit vector that is multiplied next. H has the measured coefficients, and is symmetric
-    up to the rounding errors of products.
-
-    Args:
-        matrix: The matrix.
-        start: The start, ``[1, D]``. Default: random.
-        ncv: The largest number of rows.
-        generator: Draws new rows when V spans an invariant subspace.
-
-    Attributes:
-        size: The number m of rows of V.
-        num_locked: The number of first rows of V that stay as they are. The others are one Krylov
-            space, orthogonal to them.
-        is_settled: Whether the locked Ritz pairs have converged. If not, the vectors that their
-            residuals need are neither in V nor in q.
+    up to the rounding errors of products. V has ``size`` rows, and at most ``ncv``. The first
+    ``num_locked`` stay as they are. The others are one Krylov space, orthogonal to them. If the
+    locked pairs have not converged (``is_settled``), the vectors that their residuals need are
+    neither in V nor in q.
     """
 
     def __init__(self, matrix: Matrix, start: Tensor | None, ncv: int, generator: torch.Generator):

@@ -25,7 +25,7 @@ at most ``|y| / sqrt(d)`` times the root of ``r^T (A + d I)^-1 r``, which has th
 
 from collections.abc import Callable
 from functools import partial
-from math import isfinite, log, log1p
+from math import log, log1p
 from typing import NamedTuple
 
 import torch
@@ -257,10 +257,8 @@ def _enclose(
 def check_damping(damping: float) -> float:
     """Return a damping that the upper bound can be computed with."""
     damping = check_number("damping", damping)
-    if not 0 < damping or not isfinite(damping):
-        raise ValueError(
-            f"damping must be positive and finite, got {damping}. The upper bound needs that."
-        )
+    if damping <= 0:
+        raise ValueError(f"damping must be positive, got {damping}. The upper bound needs that.")
     return damping
 
 
@@ -276,26 +274,16 @@ def _exact(operator: TorchLinearOperator, rows: Tensor, damping: float) -> Tenso
 
 
 class Directions:
-    """Directions z of K vectors g that are scaled to norm one, their products, and what they give.
+    """m directions z of K vectors g that are scaled to norm one, their products, what they give.
 
-    Args:
-        matrix: The matrix A.
-        rows: The vectors, ``[K, D]``. Those that are zero are left out.
-        rounded: The norms of what they were computed from, ``[K]``.
-        damping: The damping d.
-
-    Attributes:
-        sizes: The norms of the vectors, ``[K]``.
-        m: The number of directions of each vector.
-        noise: The largest error that a product with a unit vector is assumed to have.
-        norm: The largest norm of a product with a unit vector.
-        s: The state, of which ``keep`` keeps some vectors. ``index`` has their numbers, ``Z`` and
-            ``V`` are orthonormal bases of the directions and of their products, ``[K, m, D]``,
-            ``residual`` is ``g - (A + d I) x``, and ``rest`` is the part of g outside of the span
-            of V, ``[K, D]``. On the CPU are ``S = Z A Z^T``, its ``values`` and ``vectors``,
-            ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``, ``[K, m, m]``, ``b = Z g``,
-            ``t = V g`` and the coefficients ``x``, ``[K, m]``, and ``unit``, the error of g,
-            ``[K]``.
+    Vectors that are zero are left out. ``noise`` is the largest error that a product with a unit
+    vector is assumed to have, ``norm`` the largest norm of one. Of the state ``s``, ``keep`` keeps
+    some vectors. ``index`` has their numbers, ``Z`` and ``V`` are orthonormal bases of the
+    directions and of their products, ``[K, m, D]``, ``residual`` is ``g - (A + d I) x``, and
+    ``rest`` is the part of g outside of the span of V, ``[K, D]``. On the CPU are ``S = Z A Z^T``,
+    its ``values`` and ``vectors``, ``R = V A Z^T`` and, for logarithms, ``P = V Z^T``,
+    ``[K, m, m]``, ``b = Z g``, ``t = V g`` and the coefficients ``x``, ``[K, m]``, and ``unit``,
+    the error of g, ``[K]``.
     """
 
     def __init__(self, matrix: Matrix, rows: Tensor, rounded: Tensor, damping: float):
@@ -313,11 +301,7 @@ class Directions:
         vars(self.s).update(S=empty, R=empty, P=empty, b=empty.sum(2), t=empty.sum(2))
 
     def extend(self, preconditioner: TorchLinearOperator | None) -> None:
-        """Multiply the next direction of each vector, and find the best x in their span.
-
-        Raises:
-            ValueError: If the matrix is not symmetric, or not positive semidefinite.
-        """
+        """Multiply the next direction of each vector, and find the best x in their span."""
         s, m, space = self.s, self.m, self.space
         # after the product with a product, the norm of the matrix is known
         z = s.V[:, 0] if m == 1 else s.residual
@@ -390,10 +374,7 @@ class Directions:
     def _bound(self, t: Tensor, rest: Tensor, error: Tensor | float) -> tuple[Tensor, Tensor]:
         """Return upper bounds of the forms of vectors, and how much rounding adds, ``[K]``.
 
-        Args:
-            t: The overlaps of the vectors with V, ``[K, m]``.
-            rest: The parts of the vectors outside of the span of V, ``[K, D]``.
-            error: The errors of the vectors.
+        The vectors have overlaps t with V, ``[K, m]``, parts outside of its span, and errors.
         """
         s, d, noise = self.s, self.damping, self.noise
         # any y gives a bound; this is the best

@@ -64,14 +64,12 @@ def stops(callback: Callback, team: Team, state: Callable[[], Iteration]) -> boo
     """
 
     def answer() -> bool:
-        return callback is not None and bool(callback(_copied(state())))
+        if callback is None:
+            return False
+        copies = pytree.tree_map_only(Tensor, Tensor.clone, vars(state()))
+        return bool(callback(Iteration(**copies)))
 
     return team.any(answer)
-
-
-def _copied(state: Iteration) -> Iteration:
-    """Return a state with tensors in memory of their own."""
-    return Iteration(**pytree.tree_map_only(Tensor, Tensor.clone, vars(state)))
 
 
 # --- failures

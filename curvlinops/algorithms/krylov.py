@@ -178,6 +178,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 before = residuals[index]
                 # the recursion drifts, hence a margin; rounding limits what one run can gain
                 target = (0.9 * goal[index]).maximum(rounding * before)
+                # the index of each system's right-hand side, residuals, and norms to reach
                 systems = Systems(index=index, R=R, goal=target)
                 # a restart takes at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
@@ -263,13 +264,7 @@ class DampedMatrix:
 
 
 class Systems(SimpleNamespace):
-    """The state of an iteration for K systems; each attribute is a tensor ``[K, ...]``.
-
-    Attributes:
-        index: The index of each system's right-hand side.
-        R: Residuals, ``[K, D]``.
-        goal: The residual norms to reach.
-    """
+    """The state of an iteration for K systems; each attribute is a tensor ``[K, ...]``."""
 
     def keep(self, going: Tensor) -> None:
         """Keep the systems for which ``going`` is true."""
@@ -278,12 +273,7 @@ class Systems(SimpleNamespace):
 
 
 class IterationLog:
-    """Records the iterations of a solver, and calls the user's callback after each.
-
-    Attributes:
-        iterations: Number of iterations of each system, ``[K]``.
-        has_stopped: Whether the callback has stopped the iteration.
-    """
+    """Records the iterations of a solver, and calls the user's callback after each."""
 
     def __init__(
         self,

@@ -26,16 +26,12 @@ class Quadrature(NamedTuple):
 
     ``x^T f(A) x / x^T x = sum_m weights_m f(nodes_m)``, exact for polynomials f of degree below
     twice the number M of nodes (Golub and Meurant, Matrices, moments and quadrature, 1994).
-
-    Attributes:
-        nodes: The Ritz values ``[K, M]``, ascending, float64.
-        weights: Their weights ``[K, M]``, which add up to one, float64.
-        residuals: ``|A y - node y|`` of the normalized Ritz vectors y, ``[K, M]``, float64.
+    All are ``[K, M]``, float64.
     """
 
-    nodes: Tensor
-    weights: Tensor
-    residuals: Tensor
+    nodes: Tensor  # the Ritz values, ascending
+    weights: Tensor  # they add up to one
+    residuals: Tensor  # |A y - node y| of the normalized Ritz vectors y
 
 
 def lanczos(matrix: Matrix, X: Tensor, num_steps: int) -> Quadrature:

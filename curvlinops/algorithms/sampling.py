@@ -145,7 +145,8 @@ class Sampler:
     def multiply(self, X: Tensor, adjoint: bool = False) -> Tensor:
         """Multiply any number of vectors ``[D, K]`` by the matrix, or its transpose, in chunks."""
         product = self.matrix.adjoint_matmul if adjoint else self.matrix.__matmul__
-        return torch.cat([product(chunk) for chunk in X.split(self.chunk_size, dim=1)], dim=1)
+        products = [product(chunk).T for chunk in X.split(self.chunk_size, dim=1)]
+        return (products[0] if len(products) == 1 else torch.cat(products)).T
 
     def num_vectors(self, num_matvecs: int, cost: int = 1, error_needs: int = 2) -> int | None:
         """Return the number of random vectors, or ``None`` if D products are allowed.

@@ -61,7 +61,7 @@ def xtrace(
         inside = H.trace() - (S * (H @ S)).sum(0)
         V = W - S * (S * W).sum(0)  # P_i x_i = Q v_i
         outside = (W * R - T * V - V * R + V * (H @ V)).sum(0)
-        lengths = space.sums(sketch.X.T.double().square())
+        lengths = space.dots(sketch.X.T, sketch.X.T)
         if sampler.distribution != "rademacher":
             outside = _rescaled(outside, lengths - V.square().sum(0), lengths, sampler)
         return inside + outside
@@ -167,24 +167,26 @@ class _Sketch:
 
     def extend(self, new: Tensor) -> None:
         """Append random vectors to X, and new columns to Q, R and Z."""
-        Y, old = self._sampler.multiply(new), len(self.R)
-        num = old + new.shape[1]
-        # by Householder's method, which is orthogonal to Q even if products lie in its span
-        space = self._sampler.matrix.space
-        basis, coefficients = space.qr(torch.cat([self.Q, Y], dim=1).T)
-        basis = basis[old:].T
-        R = self.R.new_zeros(num, num)
-        R[:old, :old], R[:old, old:] = self.R, space.gram(self.Q.T, Y.T)
-        R[old:, old:] = coefficients[old:, old:]
-        self.X, self.Q, self.R = _append(self.X, new), _append(self.Q, basis), R
+        basis = self._orthonormalized(self._sampler.multiply(new))
+        self.X, self.Q = _append(self.X, new), _append(self.Q, basis)
         # products with contiguous vectors are fastest
         product = self._sampler.multiply(basis.T.contiguous().T, self._adjoint)
         self.Z = _append(self.Z, product)
 
+    def _orthonormalized(self, Y: Tensor) -> Tensor:
+        """Return new columns of Q, given those of ``A X``, and append columns to R."""
+        space, old = self._sampler.matrix.space, len(self.R)
+        # by Householder's method, which is orthogonal to Q even if products lie in its span
+        basis, coefficients = space.qr(_append(self.Q, Y).T)
+        R = torch.nn.functional.pad(self.R, (0, Y.shape[1], 0, Y.shape[1]))
+        R[:old, old:], R[old:, old:] = space.gram(self.Q.T, Y.T), coefficients[old:, old:]
+        self.R = R
+        return basis[old:].T
+
 
 def _append(columns: Tensor, more: Tensor) -> Tensor:
     """Append columns to columns ``[D, K]``; each is contiguous."""
-    return torch.cat([columns.T, more.T]).T
+    return torch.cat([columns.T, more.T]).T if columns.shape[1] else more
 
 
 def _left_out(R: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
     RowsLinearOperator,
-    check_indices,
     row_indices,
     together,
 )
@@ -122,7 +121,12 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _select(self, wanted: Tensor) -> ParameterSpace:
         """Find the batches that have wanted rows, and return the space of these rows."""
         everything, device = self._all, self._all.device
-        check_indices(wanted, everything.dim)
+        first, last = wanted.aminmax() if len(wanted) else (0, -1)
+        if first < 0 or last >= everything.dim:
+            raise ValueError(
+                f"subsampling has indices from {int(first)} to {int(last)}, but the data has "
+                f"{everything.dim} rows."
+            )
         lengths = torch.tensor(self._lengths, device=device)
         has_wanted = torch.zeros(len(lengths), dtype=torch.bool, device=device)
         has_wanted[torch.searchsorted(lengths.cumsum(0), wanted, right=True)] = True
@@ -145,11 +149,7 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             yield batches if is_any else self._with_wanted_rows(batches)
 
     def _with_wanted_rows(self, batches: Iterator[BatchProblem]) -> Iterator[BatchProblem]:
-        """Yield the batches that have wanted rows.
-
-        Raises:
-            RuntimeError: If rows may not be where they were at construction.
-        """
+        """Yield the batches that have wanted rows; refuse other shapes than at construction."""
         for problem in batches:
             index = problem.batch.index
             if index >= len(self._shapes) or self._shapes[index] != shapes_of(problem):
@@ -258,13 +258,10 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield numbers of the wanted rows of each batch: which rows they are, ``[n]``, ``[n, *]``.
 
-        Tools for gradients of samples are made of this method, of ``_rows_of`` and ``_key``.
-
-        Args:
-            task: What it is for.
-            of: Returns something of all M rows of a batch, ``[M, *]``.
-            done: Which wanted rows are known. Batches that have no others are left out.
-            is_apart: Whether model and random numbers are as the caller leaves them in between.
+        Tools for gradients of samples are made of this method, of ``_rows_of`` and ``_key``. ``of``
+        computes the numbers of all rows of a batch. Batches whose wanted rows are all ``done`` are
+        left out. If it ``is_apart``, model and random numbers are as the caller leaves them in
+        between.
         """
         slices = RowSlices(self._all.dim)
 
@@ -444,9 +441,8 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         """Return the mean of the rows' squared entries, ``[D]``."""
         if self._indices is not None:
             return self.dense().square().mean(0)
-        return self._means("second_moment", lambda g: g.sum_of_squares()[None], self.domain.whole)[
-            0
-        ]
+        space = self.domain.whole
+        return self._means("second_moment", lambda g: g.sum_of_squares()[None], space)[0]
 
     @in_default_modes
     def variance(self) -> Tensor:

@@ -26,19 +26,12 @@ _TERMS = 8
 @recorded
 @dataclass(frozen=True)
 class Projection:
-    """A projection of a block's gradients, matrices ``[G, O, I]`` of one or several views.
+    """A projection of a block's gradients, matrices ``[G, O, I]``, by a sum of K terms."""
 
-    Attributes:
-        views: The matrices' sides, such as weight and bias, from left to right.
-        shape: G, O and I.
-        outputs: P_B of K terms, which are added up, ``[K, G, O, p]``; ``None`` for the identity.
-        inputs: P_A, ``[K, G, I, q]``; ``None`` for the identity.
-    """
-
-    views: tuple[ParameterView, ...]
-    shape: tuple[int, int, int]
-    outputs: Tensor | None
-    inputs: Tensor | None
+    views: tuple[ParameterView, ...]  # their sides, such as weight and bias, from left to right
+    shape: tuple[int, int, int]  # G, O and I
+    outputs: Tensor | None  # P_B, [K, G, O, p]; None for the identity
+    inputs: Tensor | None  # P_A, [K, G, I, q]; None for the identity
 
     @cached_property
     def size(self) -> int:
@@ -71,13 +64,7 @@ Projections = tuple[Projection, ...]
 
 
 def project(rows: SampleRows, projections: Projections, like: Tensor) -> Tensor:
-    """Return the projected rows of a batch.
-
-    Args:
-        rows: The rows.
-        projections: The projections, of which the columns of the result are in order.
-        like: A tensor of the result's dtype and device.
-    """
+    """Return the projected rows of a batch, of one projection after the other."""
     sizes = [projection.size for projection in projections]
     out = like.new_zeros(rows.num_rows, sum(sizes))
     for pieces, view in rows.gradients:
@@ -135,7 +122,10 @@ def _of_block(
 ) -> Projection:
     with about(sorted(layout.names)):
         decomposed = block.eigh()
-        B, A = _factors(decomposed.eigenvectors)
+        vectors = decomposed.eigenvectors
+        if not isinstance(vectors, KroneckerProductLinearOperator):
+            raise ValueError("Its eigenvectors are no Kronecker product: leave it out of params.")
+        B, A = (*vectors._factors, None)[:2]
         values = decomposed.eigenvalues.double() + damping
         if not bool((values > 0).all()):
             raise ValueError("Its eigenvalues are not positive: choose a larger relative_damping.")
@@ -177,10 +167,3 @@ def _orthonormal(size: int, number: int, generator: torch.Generator) -> Tensor:
     """Return random orthonormal columns, ``[size, number]``."""
     normal = torch.randn(size, number, generator=generator, dtype=torch.float64, device="cpu")
     return torch.linalg.qr(normal).Q
-
-
-def _factors(vectors: object) -> tuple[Factor, Factor | None]:
-    """Return the factors of a block's eigenvectors."""
-    if isinstance(vectors, KroneckerProductLinearOperator):
-        return (*vectors._factors, None)[:2]
-    raise ValueError("Its eigenvectors are no Kronecker product: leave it out of params.")

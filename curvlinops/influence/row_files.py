@@ -19,26 +19,16 @@ _BYTES = 2**28
 
 @recorded
 class Rows(NamedTuple):
-    """Numbers of some rows.
+    """Numbers of some rows."""
 
-    Attributes:
-        places: Which of all rows they are, ``[n]``.
-        values: The numbers, ``[n, *]``.
-    """
-
-    places: Tensor
-    values: Tensor
+    places: Tensor  # which of all rows they are, [n]
+    values: Tensor  # the numbers, [n, *]
 
 
 class RowFiles:
     """Numbers of all rows, ``[N, *]``, in files that are written once and never changed.
 
     Iteration yields what the files have, the numbers of each row once.
-
-    Args:
-        directory: The directory, which may not exist yet.
-        num_rows: N.
-        key: What the numbers belong to.
     """
 
     def __init__(self, directory: Path, num_rows: int, key: Key):
@@ -54,12 +44,7 @@ class RowFiles:
                 yield part.value if bool(new.all()) else Rows(places[new], values[new])
 
     def fill(self, compute: Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]) -> None:
-        """Write the numbers of rows that no file has.
-
-        Args:
-            compute: Yields numbers of some rows, see ``Rows``, given which rows have numbers,
-                ``[N]``.
-        """
+        """Write the numbers of other rows, computed from which rows have numbers, ``[N]``."""
         done, new, written = self._none(), list[Rows](), monotonic()
         for part in self:
             done[part.places] = True

@@ -33,15 +33,10 @@ _FIRST = "-"
 
 @recorded
 class StoredProjections(NamedTuple):
-    """The projections of all gradients in a directory.
-
-    Attributes:
-        projections: The projections.
-        relative_damping: The damping, ``None`` if the projections have a basis's damped inverse.
-    """
+    """The projections of all gradients in a directory."""
 
     projections: Projections
-    relative_damping: float | None
+    relative_damping: float | None  # None if the projections have a basis's damped inverse
 
 
 class GradientStore:
@@ -185,11 +180,7 @@ class GradientStore:
         return torch.cat(out, dim=1)
 
     def _gradients(self) -> Iterator[Rows]:
-        """Yield the gradients in all files.
-
-        Raises:
-            ValueError: At the end, if rows are missing.
-        """
+        """Yield the gradients in all files, which must be those of all rows."""
         found = 0
         for part in self._files:
             found += len(part.places)
@@ -210,11 +201,7 @@ class GradientStore:
 
 
 def _projections_in(directory: Path, key: Key | None = None) -> Saved | None:
-    """Return the projections in a directory, ``None`` if there are none.
-
-    Raises:
-        ValueError: If there is something of another key before.
-    """
+    """Return the projections in a directory, ``None`` if there are none."""
     classes = StoredProjections, Rows
     parts = read_parts(directory, classes, torch.device("cpu"), key)
     return next((part for part in parts if isinstance(part.value, StoredProjections)), None)

@@ -279,15 +279,6 @@ class DataLinearOperator(TorchLinearOperator):
             with self.risk.batches(description, data) as batches:
                 yield batches
 
-    def _settings(self) -> dict[str, Any]:
-        """Return the operator's own options that are numbers or strings, by name."""
-        options = ((name, getattr(self, name)) for name in _own_arguments(type(self)))
-        return {name: x for name, x in options if isinstance(x, int | float | str)}
-
-    def _compared_options(self) -> dict[str, Any]:
-        """Return the options that must be the same in all processes."""
-        return {f"option '{name}'": x for name, x in self._settings().items() if name != "seed"}
-
     def _together(
         self,
         task: str,
@@ -300,7 +291,9 @@ class DataLinearOperator(TorchLinearOperator):
 
         def describe() -> dict[str, Any]:
             same = description(self.risk, task, columns, with_values)
-            return same | details | self._compared_options()
+            own = {f"option '{name}'": getattr(self, name) for name in _own_arguments(type(self))}
+            options = {name: x for name, x in own.items() if isinstance(x, int | float | str)}
+            return same | details | options
 
         space = None if columns is None else self.domain
         return self.risk.ranks.task(describe, columns, space)
@@ -398,5 +391,6 @@ class NotFiniteError(ValueError):
 
 @cache
 def _own_arguments(cls: type[DataLinearOperator]) -> tuple[str, ...]:
-    shared = {field.name for field in fields(DataLinearOperator)}
+    """Return the names of a class's own options, without the seed."""
+    shared = {"seed", *(field.name for field in fields(DataLinearOperator))}
     return tuple(field.name for field in fields(cls) if field.name not in shared)

@@ -16,14 +16,9 @@ Block = list[tuple[PerSampleGradient, slice, Tensor]]
 
 
 def gram(batches: list[dict[str, PerSampleGradient]], like: Tensor) -> Tensor:
-    """Return the inner products of all gradients, ``[R, R]``.
+    """Return the inner products of all gradients, by batch, then vector, then sample, ``[R, R]``.
 
-    Args:
-        batches: Gradients ``[V, N]`` of V vectors and N samples, by parameter, for each batch.
-        like: Has the dtype and the device of the result.
-
-    Returns:
-        Rows and columns in the order of batches, then vectors, then samples.
+    Each batch has gradients ``[V, N]`` of V vectors and N samples, by parameter.
     """
     batches = [gradients for gradients in batches if _first(gradients).num_samples]
     size = sum(_num_rows(_first(gradients)) for gradients in batches)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.samples import SampleBackward, SampleGradients
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.rows import (
@@ -14,7 +15,6 @@ from curvlinops.operators.rows import (
     RowSlices,
     RowsLinearOperator,
     TransposedLinearOperator,
-    flat,
     together,
 )
 from curvlinops.operators.sample_rows import merged, write_rows
@@ -45,7 +45,8 @@ class JacobianLinearOperator(RowsLinearOperator):
         return None
 
     def _row_maps(self, problem: BatchProblem, output: Tensor) -> RowMaps:
-        return flat(output)
+        shape = output.shape
+        return Linear(lambda z: z.flatten(1), ()), Linear(lambda u: u.reshape(len(u), *shape), ())
 
     def _num_rows(self, problem: BatchProblem, output: Tensor) -> int:
         return output.numel()

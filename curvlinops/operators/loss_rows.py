@@ -24,13 +24,7 @@ class LossesOneByOne:
     Such a loss differentiates the output with respect to the input (a PINN), or uses the
     parameters itself (weight decay). A sample's loss is the loss of a batch that consists of this
     sample alone. On the first batch with several samples, the gradients must add up to the gradient
-    of the whole batch.
-
-    Args:
-        name: Names the operator in messages.
-
-    Attributes:
-        fallbacks: Why parameters are treated sample by sample.
+    of the whole batch. Messages name the operator.
     """
 
     #: A check of one operator's data does not hold for another operator's data.
@@ -39,13 +33,21 @@ class LossesOneByOne:
     def __init__(self, name: str):
         self._name = name
         self._checked = False
-        self.fallbacks: dict[str, str] = {}
+        self.fallbacks: dict[str, str] = {}  # why parameters are treated sample by sample
 
     def gradients(self, problem: BatchProblem) -> tuple[int, Iterator[Piece], Tensor]:
         """Return a batch's number of samples, the gradients of some at a time, and its weight."""
-        names = problem.space.names
-        check_layers(problem, names, dict.fromkeys(names, _reason(problem)))
-        self._say(problem)
+        reasons = dict.fromkeys(problem.space.names, _reason(problem))
+        check_layers(problem, problem.space.names, reasons)
+        if not self.fallbacks:
+            self.fallbacks = reasons
+            _LOGGER.warning(
+                "%s: gradients are computed sample by sample: %s. If it differentiates the output, "
+                "let the model return the derivatives: then they take one pass (see the page "
+                "PINNs).",
+                self._name,
+                _reason(problem),
+            )
         output = evaluate(problem)
         num_samples = problem.samples_of(output)
         sizes = num_samples, len(output) // max(num_samples, 1)
@@ -53,18 +55,6 @@ class LossesOneByOne:
             _check_sum(problem, *sizes)
             self._checked = True
         return num_samples, _loss_gradients(problem, *sizes), problem.weight(output)
-
-    def _say(self, problem: BatchProblem) -> None:
-        if self.fallbacks:
-            return
-        reason = _reason(problem)
-        self.fallbacks = dict.fromkeys(problem.space.names, reason)
-        _LOGGER.warning(
-            "%s: gradients are computed sample by sample: %s. If it differentiates the output, let "
-            "the model return the derivatives: then they take one pass (see the page PINNs).",
-            self._name,
-            reason,
-        )
 
 
 def _reason(problem: BatchProblem) -> str:
@@ -111,11 +101,7 @@ def _joined(columns: Columns) -> Tensor:
 
 
 def _check_sum(problem: BatchProblem, num_samples: int, num_rows: int) -> None:
-    """Compare the samples' losses and their gradients with those of the batch.
-
-    Raises:
-        ValueError: If they do not add up.
-    """
+    """Refuse a batch whose samples' losses, or their gradients, do not add up to its own."""
     total, columns, _ = gradient(problem, problem.loss_sum)
     rest, size = _joined(columns), 0.0
     value, largest = total.double(), 0.0

@@ -112,19 +112,9 @@ class RowsLinearOperator(DataLinearOperator):
                 raise RuntimeError(f"Batch {batch.index} of the data {_OTHER_ORDER}")
         return problem
 
-    @together
-    def _check_model(self) -> None:
-        super()._check_model()
-
-    @together
-    def to_dense(self) -> Tensor:
-        """Return the matrix, see ``TorchLinearOperator``."""
-        return super().to_dense()
-
-    @together
-    def gradient_and_loss(self) -> tuple[list[Tensor] | dict[str, Tensor], Tensor]:
-        """Return the gradient of L and its value, see ``DataLinearOperator``."""
-        return super().gradient_and_loss()
+    _check_model = together(DataLinearOperator._check_model)
+    to_dense = together(DataLinearOperator.to_dense)
+    gradient_and_loss = together(DataLinearOperator.gradient_and_loss)
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
         def head(output: Tensor) -> tuple[Linear, int]:
@@ -209,12 +199,7 @@ class RowsLinearOperator(DataLinearOperator):
             )
 
     def _gram(self, batches: list[tuple[dict[str, PerSampleGradient], Tensor]]) -> Tensor:
-        """Return the inner products of all rows.
-
-        Args:
-            batches: Gradients ``[V, N]`` of V outputs of each sample, and which rows they are:
-                their numbers, ``[V, N]``.
-        """
+        """Return the inner products of all rows, whose numbers in each batch are ``[V, N]``."""
         if not batches:
             return torch.zeros(0, 0, dtype=self.torch_dtype, device=self.device)
         rows = torch.cat([numbers.flatten() for _, numbers in batches])
@@ -230,11 +215,7 @@ class RowsLinearOperator(DataLinearOperator):
 
 
 class TransposedLinearOperator(TorchLinearOperator):
-    """The transpose of an operator with a row for each output, sample or term.
-
-    Args:
-        operator: The operator.
-    """
+    """The transpose of an operator with a row for each output, sample or term."""
 
     def __init__(self, operator: RowsLinearOperator):
         self.operator = operator
@@ -262,21 +243,13 @@ class TransposedLinearOperator(TorchLinearOperator):
 
 
 class RowSlices:
-    """Says which rows belong to each batch.
-
-    Args:
-        dim: The number of rows.
-    """
+    """Says which of all rows belong to each batch."""
 
     def __init__(self, dim: int):
         self._dim, self._start = dim, 0
 
     def of(self, batches: Iterable[Item]) -> Iterator[Item]:
-        """Yield the rows of each batch; ``next`` is called for each.
-
-        Raises:
-            RuntimeError: If all batches together have another number of rows.
-        """
+        """Yield what belongs to each batch, for which ``next`` is called; refuse missing rows."""
         yield from batches
         if self._start != self._dim:
             raise RuntimeError(
@@ -289,11 +262,7 @@ class RowSlices:
         return slice(self._start, self._start + num_rows)
 
     def next(self, num_rows: int) -> slice:
-        """Return the slice of a batch's rows.
-
-        Raises:
-            RuntimeError: If there are more than at construction.
-        """
+        """Return the slice of a batch's rows; refuse more rows than at construction."""
         rows = self.following(num_rows)
         if rows.stop > self._dim:
             raise RuntimeError(
@@ -303,12 +272,6 @@ class RowSlices:
             )
         self._start = rows.stop
         return rows
-
-
-def flat(output: Tensor) -> RowMaps:
-    """Return the maps between outputs and their flattened entries."""
-    shape = output.shape
-    return Linear(lambda z: z.flatten(1), ()), Linear(lambda u: u.reshape(len(u), *shape), ())
 
 
 def row_indices(subsampling: Any, device: torch.device) -> Tensor:
@@ -328,12 +291,3 @@ def row_indices(subsampling: Any, device: torch.device) -> Tensor:
             f"{indices.dtype} of shape {list(indices.shape)}."
         )
     return indices.to(torch.int64)
-
-
-def check_indices(indices: Tensor, num_rows: int) -> None:
-    """Raise an error if there is no row for an index."""
-    if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < num_rows):
-        raise ValueError(
-            f"subsampling has indices from {int(indices.min())} to {int(indices.max())}, but the "
-            f"data has {num_rows} rows."
-        )

@@ -39,28 +39,20 @@ GradientsOfRows = tuple[Iterable[Piece], Callable[[Tensor], Tensor]]
 
 
 class SampleRows(NamedTuple):
-    """The M rows of a batch, not yet written down.
-
-    Attributes:
-        num_samples: N.
-        num_rows: M.
-        gradients: The gradients of the rows. They can be iterated once.
-        weight: The batch's weight: the number, or total weight, of its loss terms.
-        fallbacks: The parameters that take a backward pass for each sample, and why.
-    """
+    """The M rows of a batch of N samples, not yet written down."""
 
     num_samples: int
     num_rows: int
-    gradients: Iterable[GradientsOfRows]
-    weight: Tensor
-    fallbacks: dict[str, str]
+    gradients: Iterable[GradientsOfRows]  # they can be iterated once
+    weight: Tensor  # the number, or total weight, of the batch's loss terms
+    fallbacks: dict[str, str]  # the parameters that take a backward pass for each sample, and why
 
     def written(self, space: ParameterSpace) -> Columns:
         """Return the rows, ``{name: [M, entries]}``."""
         rows = space.lazy_empty(self.num_rows)
         for pieces, view in self.gradients:
             write_rows(pieces, rows, view)
-        return {name: flat(x) for name, x in rows.items()}
+        return {name: flat(rows[name]) for name in space.names}  # gradients arrive in any order
 
 
 def rows_of(
@@ -70,15 +62,10 @@ def rows_of(
     independent: bool = True,
     together: bool = False,
 ) -> SampleRows:
-    """Return the rows of a batch.
+    """Return the rows of a batch, one for each ``"term"`` or ``"sample"``.
 
-    Args:
-        problem: Model and loss on the batch.
-        terms: ``"term"`` for a row for each term, ``"sample"`` for one for each sample. A sample is
-            one term of a loss that is no function of the output alone.
-        name: Names the operator in messages.
-        independent: Whether samples that interact are refused, see ``SampleBackward``.
-        together: Whether gradients may have ``parts``.
+    A sample is one term of a loss that is no function of the output alone. Samples that interact
+    are refused if they must be ``independent``. If ``together``, gradients may have ``parts``.
     """
     samples = None
     if not problem.loss_needs_graph:
@@ -173,12 +160,7 @@ def _joined(gradients: list[PerSampleGradient]) -> PerSampleGradient:
 
 
 def products(rows: SampleRows, columns: Mapping[str, Tensor | LowRank]) -> Tensor:
-    """Return the products of rows with K columns, layer by layer, ``[M, K]``.
-
-    Args:
-        rows: The rows.
-        columns: The columns by parameter, ``[K, *shape]``. Others are zero.
-    """
+    """Return the products of rows with K columns ``[K, *shape]``, layer by layer, ``[M, K]``."""
     num_columns, like = shape_of(columns)
     out = like.new_zeros(rows.num_rows, num_columns)
     for pieces, view in rows.gradients:
@@ -217,13 +199,7 @@ def products_by_position(
 ) -> Tensor:
     """Return the contribution of each of a sequence's T positions to ``products``, ``[N, T, K]``.
 
-    Args:
-        problem: Model and loss on the batch.
-        columns: The columns by parameter, ``[K, *shape]``. Others are zero.
-        name: Names the operator in messages.
-
-    Raises:
-        ValueError: If a layer does not have the sequence's positions.
+    Layers without the sequence's positions are refused.
     """
     if problem.loss_needs_graph:
         raise ValueError(f"The loss is no function of the output alone. {_NO_POSITIONS}")
@@ -323,13 +299,7 @@ def add_transposed(rows: Columns, u: Tensor, out: Columns) -> None:
 def graph_or_rows(
     problem: BatchProblem, from_graph: Callable[[], Linear], from_rows: Callable[[], Linear]
 ) -> Linear:
-    """Prepare products with a graph; where that has no second derivatives, with rows.
-
-    Args:
-        problem: Model and loss on the batch.
-        from_graph: Prepares products with the graph.
-        from_rows: Prepares products with the rows.
-    """
+    """Prepare products with a graph; where that has no second derivatives, with rows."""
     if problem.loss_needs_graph or problem.learned().lacks_derivative:
         return from_rows()
 

@@ -41,19 +41,12 @@ def sampled_gradients(problem: BatchProblem, output: Tensor, num_samples: int, s
 
 
 class Head(NamedTuple):
-    """The product ``x @ matrix`` that is a model's output, with the terms of the loss as rows.
+    """The product ``x @ matrix`` that is a model's output, with the terms of the loss as rows."""
 
-    Attributes:
-        own: The gradients of the uses of parameters there.
-        before: Those of all others, with vectors at x, ``[T, I]``.
-        matrix: ``[I, C]``; ``None`` if there are no others.
-        hessian: The Hessians of the terms.
-    """
-
-    own: SampleGradients
-    before: SampleGradients
-    matrix: Tensor | None
-    hessian: FactoredHessian
+    own: SampleGradients  # the gradients of the uses of parameters there
+    before: SampleGradients  # those of all others, with vectors at x, [T, I]
+    matrix: Tensor | None  # [I, C]; None if there are no others
+    hessian: FactoredHessian  # of the terms
 
     @property
     def names(self) -> set[str]:

@@ -1,8 +1,6 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
-from collections.abc import Sequence
-from functools import cached_property, reduce
-from math import prod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,28 +29,19 @@ _GAP = 10
 class Factor:
     """A matrix for each of G groups. All are dense, or all are diagonal.
 
-    The eigendecomposition of symmetric matrices is computed at its first use, and kept.
-
-    Args:
-        tensor: Dense matrices ``[G, n, m]``, or the diagonals ``[G, n]`` of diagonal matrices.
-        symmetric: Whether the matrices are symmetric, up to rounding. Default: look.
-        psd: Whether they are positive semidefinite, as sums of squares are.
-        eps: The rounding error of their entries, if these were computed in a smaller dtype.
-        decomposition: The eigenvalues ``[G, n]`` and eigenvectors ``[G, n, n]`` of dense matrices,
-            if known. Eigenvalues that are rounding errors are zero; their dtype may be larger.
-        is_identity: Whether the matrices are the identity.
-        ranks: How large their ranks can be, ``[G]``, if known: how many squares were summed.
+    The eigendecomposition of symmetric matrices is computed at its first use, and kept. Eigenvalues
+    ``[G, n]`` that are rounding errors are zero; their dtype may be larger.
     """
 
     def __init__(
         self,
-        tensor: Tensor,
-        symmetric: bool | None = None,
-        psd: bool = False,
-        eps: float = 0.0,
-        decomposition: tuple[Tensor, Tensor] | None = None,
+        tensor: Tensor,  # dense matrices [G, n, m], or the diagonals [G, n] of diagonal matrices
+        symmetric: bool | None = None,  # up to rounding; by default, look
+        psd: bool = False,  # positive semidefinite, as sums of squares are
+        eps: float = 0.0,  # the rounding error of entries that were computed in a smaller dtype
+        decomposition: tuple[Tensor, Tensor] | None = None,  # eigenvectors are [G, n, n]
         is_identity: bool = False,
-        ranks: Tensor | None = None,
+        ranks: Tensor | None = None,  # [G], how large they can be: how many squares were summed
     ):
         self.tensor, self.psd, self.is_identity, self.ranks = tensor, psd, is_identity, ranks
         self.decomposition = decomposition
@@ -126,10 +115,8 @@ class Factor:
     def scales(self, vectors: Tensor | None) -> Tensor:
         """Return the scales of the entries along eigenvectors v, ``v^T D v``, ``[G, n]``.
 
-        D is the diagonal. Vectors that were computed in float32 know its largest entry only.
-
-        Args:
-            vectors: The eigenvectors as columns, ``[G, n, n]``; ``None`` for the standard basis.
+        D is the diagonal. Vectors that were computed in float32 know its largest entry only. By
+        default they are those of the standard basis.
         """
         sizes = self.diagonal().abs()
         if vectors is None:
@@ -190,14 +177,7 @@ class Factor:
         """Return the eigenvalues, ``[G, n]``, and the eigenvectors as columns.
 
         Eigenvalues that are rounding errors are zero. Those of diagonal matrices are their entries.
-
-        Args:
-            in_float64: Whether eigenvalues are computed in float64, because small ones matter.
-                Those that are known in float64 already are returned in any case.
-            name: The name of the factor in messages.
-
-        Raises:
-            ValueError: If the matrices have NaN or infinite values.
+        If small ones matter, they are computed ``in_float64``.
         """
         if self.is_diagonal:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
@@ -210,15 +190,9 @@ class Factor:
         return values, Factor(vectors, symmetric=False)
 
     def inverse(self, shift: float | Tensor, name: str, accurate: bool = True) -> "Factor":
-        """Return ``(A + shift I)^-1`` of symmetric matrices.
+        """Return ``(A + shift I)^-1`` of symmetric matrices, with a shift for each, ``[G, 1]``.
 
-        Args:
-            shift: A number, or one for each group, ``[G, 1]``.
-            name: The name of the factor in messages.
-            accurate: Whether float64 is used where float32 does not suffice.
-
-        Raises:
-            ValueError: If the sum is singular to working precision, or has NaN or infinite values.
+        If it is to be ``accurate``, float64 is used where float32 does not suffice.
         """
         if self.is_diagonal:
             return self.shifted(shift).power(-1.0, name)
@@ -343,45 +317,6 @@ def identity(size: int, like: Tensor, groups: int = 1) -> Factor:
     return Factor(like.new_ones(1, 1).expand(groups, size), psd=True, is_identity=True)
 
 
-# --- several factors at once
-
-
 def name_of_factor(index: int) -> str:
     """Return how messages call a factor."""
     return f"Factor {index} of the Kronecker product"
-
-
-def multiply_by_product(factors: Sequence[Factor], groups: int, X: Tensor) -> Tensor:
-    """Multiply ``[K, G * m_1 * m_2 ...]`` by the block-diagonal of G Kronecker products.
-
-    Factors may have one group for all.
-    """
-    K = X.shape[0]
-    rows, columns = [f.rows for f in factors], [f.columns for f in factors]
-    if groups > 1:
-        X = X.reshape(K, groups, prod(columns)).transpose(0, 1)
-    # from the last: that of B V A^T is a single matrix product for all columns
-    for i in reversed(range(len(factors))):
-        left, right = K * prod(columns[:i]), prod(rows[i + 1 :])
-        X = factors[i].multiply(X, groups, left, right)
-    if groups > 1:
-        X = X.reshape(groups, K, prod(rows)).transpose(0, 1)
-    return X.reshape(K, groups * prod(rows))
-
-
-def slogdet_of_product(factors: Sequence[Factor], groups: int) -> tuple[Tensor, Tensor]:
-    """Return sign and logarithm of the determinant of the block-diagonal of G Kronecker products.
-
-    The factors are square, and may have one group for all.
-    """
-    total = prod(factor.rows for factor in factors)
-    signs, logarithms = [], []
-    for factor in factors:
-        sign, logarithm = factor.slogdet()
-        # each eigenvalue of a factor is in so many eigenvalues of the product
-        times = total // factor.rows if factor.rows else 0
-        signs.append(sign**times)
-        # the determinant of an empty matrix is one, whatever the other factors are
-        logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
-    sign, logarithm = reduce(torch.mul, signs), reduce(torch.add, logarithms)
-    return sign.expand(groups).prod(), logarithm.expand(groups).sum()

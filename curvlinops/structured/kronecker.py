@@ -5,7 +5,7 @@ an eigendecomposition of a matrix a product of one factor, a sum of small produc
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, reduce
 from math import prod
 
@@ -15,12 +15,7 @@ from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.factor import (
-    Factor,
-    multiply_by_product,
-    name_of_factor,
-    slogdet_of_product,
-)
+from curvlinops.structured.factor import Factor, name_of_factor
 from curvlinops.structured.linalg import (
     eigenpairs,
     power,
@@ -228,7 +223,17 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         return [self._of(some) for some in factors]
 
     def _apply(self, columns: Tensor) -> Tensor:
-        return multiply_by_product(self._factors, self._groups, columns)
+        X, K, groups, factors = columns, len(columns), self._groups, self._factors
+        heights, widths = [f.rows for f in factors], [f.columns for f in factors]
+        if groups > 1:
+            X = X.reshape(K, groups, prod(widths)).transpose(0, 1)
+        # from the last: that of B V A^T is a single matrix product for all columns
+        for i in reversed(range(len(factors))):
+            left, right = K * prod(widths[:i]), prod(heights[i + 1 :])
+            X = factors[i].multiply(X, groups, left, right)
+        if groups > 1:
+            X = X.reshape(groups, K, prod(heights)).transpose(0, 1)
+        return X.reshape(K, groups * prod(heights))
 
     # --- quantities: those of the factors, by group
 
@@ -251,11 +256,19 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         self._need_square_factors("A determinant")
-        return slogdet_of_product(self._factors, self._groups)
+        total, signs, logarithms = prod(f.rows for f in self._factors), [], []
+        for factor in self._factors:
+            sign, logarithm = factor.slogdet()
+            # each eigenvalue of a factor is in so many eigenvalues of the product
+            times = total // factor.rows if factor.rows else 0
+            signs.append(sign**times)
+            # the determinant of an empty matrix is one, whatever the other factors are
+            logarithms.append(times * logarithm if times else torch.zeros_like(logarithm))
+        return self._by_group(signs).prod(), self._by_group(logarithms, torch.add).sum()
 
-    def _by_group(self, values: list[Tensor]) -> Tensor:
+    def _by_group(self, values: list[Tensor], combine: Callable = torch.mul) -> Tensor:
         """Multiply one number of each factor, ``[G]`` or ``[1]``, to ``[G]``."""
-        return reduce(torch.mul, values).expand(self._groups)
+        return reduce(combine, values).expand(self._groups)
 
     def _outer(self, vectors: list[Tensor]) -> Tensor:
         """Multiply vectors of the factors' sizes, ``[G, n]`` each, to ``[G, D / G]``."""

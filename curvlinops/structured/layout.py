@@ -181,17 +181,12 @@ class Layout:
     """The entries of a block, which are those of a matrix, row by row.
 
     The entries of several equal blocks are those of their matrices, one after the other.
-
-    Attributes:
-        views: The matrix's sides, such as weight and bias, from left to right. Each is row-major.
-            Those of the first matrix come first.
-        rows: The number of a matrix's rows.
-        number: The number of matrices.
     """
 
+    #: The sides of each matrix, such as weight and bias, from left to right. Each is row-major.
     views: tuple[ParameterView, ...]
-    rows: int = 1
-    number: int = 1
+    rows: int = 1  # of a matrix
+    number: int = 1  # of matrices
 
     @classmethod
     def of_several(cls, layouts: Sequence["Layout"]) -> "Layout":

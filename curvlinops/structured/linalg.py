@@ -24,28 +24,16 @@ def tolerance(size: int, eps: float) -> float:
 
     In tests, second moments of random numbers had errors of up to 3 eps with a null space of one
     dimension, and of ``sqrt(n) / 4`` eps with one of n / 2.
-
-    Args:
-        size: The number of rows of the matrix.
-        eps: The rounding error of its entries.
     """
     return max(5.0, size**0.5 / 2) * eps
 
 
 def rounding_errors(matrices: Tensor, vectors: Tensor, eps: float, psd: bool) -> Tensor:
-    """Return how large quadratic forms ``v^T A v`` may be by rounding errors of entries alone.
+    """Return how large ``v^T A v`` may be by rounding errors of entries alone, ``[G, m]``.
 
     An entry of a sum of squares is wrong by at most ``eps sqrt(A_ii A_jj)``. So the quadratic form
-    of a vector that avoids the rows with large entries is known well, however large these are.
-
-    Args:
-        matrices: The symmetric matrices A, ``[G, n, n]``.
-        vectors: The vectors v as columns, ``[G, n, m]``.
-        eps: The rounding error of the entries of A.
-        psd: Whether A are positive semidefinite.
-
-    Returns:
-        The bounds, ``[G, m]``.
+    of a vector that avoids the rows with large entries is known well, however large these are. The
+    vectors are the columns of ``[G, n, m]``.
     """
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
     sizes = diagonal.abs() if psd else torch.linalg.vector_norm(matrices, dim=-1)
@@ -54,14 +42,9 @@ def rounding_errors(matrices: Tensor, vectors: Tensor, eps: float, psd: bool) ->
 
 
 def without_rounding(values: Tensor, errors: Tensor, psd: bool) -> Tensor:
-    """Return eigenvalues ``[..., n]``, with zeros in place of rounding errors.
+    """Return eigenvalues ``[..., n]``, with zeros for ``rounding_errors`` of their matrices.
 
-    Args:
-        values: Eigenvalues.
-        errors: The rounding errors of their matrices' entries along the eigenvectors,
-            ``[..., n]``, see ``rounding_errors``.
-        psd: Whether the matrices are positive semidefinite. Then negative eigenvalues show how
-            large the rounding errors are at least.
+    Negative eigenvalues of positive semidefinite matrices show how large these are at least.
     """
     if values.numel() == 0:
         return values
@@ -79,11 +62,8 @@ def without_rounding(values: Tensor, errors: Tensor, psd: bool) -> Tensor:
 def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: float = 0.0) -> Tensor:
     """Return the eigenvalues ``[..., n]`` of ``A + shift I``, with zeros for rounding errors.
 
-    Args:
-        values: The eigenvalues of A, with zeros for rounding errors.
-        shift: A number, or one for each matrix, ``[..., 1]``.
-        entries: The relative tolerance for rounding errors of the entries of A.
-        computed: That for the decomposition's, which are in the scale of the largest eigenvalue.
+    So are those of A. ``entries`` is the relative tolerance for errors of the entries of A,
+    ``computed`` that for the decomposition's, which are in the scale of the largest eigenvalue.
     """
     if values.numel() == 0 or (not isinstance(shift, Tensor) and shift == 0):
         return values
@@ -180,18 +160,10 @@ def cholesky_inverse(
 ) -> tuple[Tensor, Tensor] | None:
     """Invert matrices ``A + shift I`` by Cholesky decompositions, if three digits are right.
 
-    The matrices are decomposed in their dtype, and those that are too ill-conditioned for it in
-    float64.
-
-    Args:
-        matrix: The symmetric matrices A, ``[G, n, n]``.
-        shift: A number, or one for each matrix, ``[G]``.
-        eps: The rounding error of the entries of A.
-        accurate: Whether float64 is used where float32 does not suffice.
-
-    Returns:
-        The inverses ``[G, n, n]``, and the diagonals of the Cholesky factors, ``[G, n]``. ``None``
-        if a matrix is not positive definite, or rounding errors of entries may decide its inverse.
+    The result is the inverses ``[G, n, n]``, and the diagonals of the Cholesky factors, ``[G, n]``;
+    ``None`` if a matrix is not positive definite, or rounding errors ``eps`` of entries may decide
+    its inverse. The matrices are decomposed in their dtype, and, if that is to be ``accurate``,
+    those that are too ill-conditioned for it in float64.
     """
     if matrix.numel() == 0:
         return matrix.clone(), matrix.new_zeros(matrix.shape[:2])

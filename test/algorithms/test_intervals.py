@@ -362,7 +362,7 @@ WRONG = {
     "no damping": (lambda: quadratic_form(SEMIDEFINITE, ONES, 0.0), "damping must be positive"),
     "infinite damping": (
         lambda: quadratic_form(SEMIDEFINITE, ONES, float("inf")),
-        "damping must be positive and finite",
+        "damping must be a finite number",
     ),
     "one product": (
         lambda: quadratic_form(SEMIDEFINITE, ONES, 1.0, 1),
