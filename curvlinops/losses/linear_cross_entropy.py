@@ -250,20 +250,12 @@ class _Gradients(torch.autograd.Function):
     """The gradients of the sum with respect to x, weight and bias, times g."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        g: Tensor,
-        terms: _Terms,
-        of_head: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        ctx.save_for_backward(x, weight, bias, g)
-        ctx.terms = terms
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients, given the arguments of ``_gradients``."""
+        *tensors, ctx.terms, _ = arguments
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return _gradients(x, weight, bias, g, terms, of_head)
+        return _gradients(*arguments)
 
     @staticmethod
     def backward(
