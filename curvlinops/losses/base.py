@@ -138,15 +138,9 @@ class Loss(ABC):
             NotImplementedError: If the loss has no closed form.
             ValueError: If the Hessian is indefinite (negative weights or targets).
         """
-        hessian = self.factored_hessian(output, target)
-        if hessian is None:
-            others = "Sample labels (fisher_type='mc', mc_samples=), or take another loss. "
-            raise NotImplementedError(
-                f"{self.name} has no closed-form square root of its Hessian. "
-                f"{others if self.can_sample else ''}{_supported()}"
-            )
-        some = slice(*columns.indices(hessian.p.shape[1]))
-        return self.from_terms(hessian.columns(some, minimal), output)
+        z, y = self._rows(output, target)
+        some = slice(*columns.indices(z.shape[1]))
+        return self.from_terms(self._hessian_sqrt(z, y, minimal, some), output)
 
     def factored_hessian(self, output: Tensor, target: Any) -> FactoredHessian | None:
         """Return the Hessians of all l_t in factors; ``None`` if they are not of that form.
@@ -219,6 +213,20 @@ class Loss(ABC):
     @abstractmethod
     def _hessian(self, z: Tensor, y: Any) -> Linear:
         """Return products of ``[K, T, C]`` with the terms' Hessians, and the tensors they need."""
+
+    def _hessian_sqrt(self, z: Tensor, y: Any, minimal: bool, columns: slice) -> Tensor:
+        """Return some columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
+        hessian = self._factored_hessian(z, y)
+        if hessian is None:
+            remedy = (
+                "Sample labels (fisher_type='mc', mc_samples=), or take a loss that has one, such "
+                "as torch.nn.CrossEntropyLoss of the logits."
+            )
+            raise NotImplementedError(
+                f"{self.name} has no closed-form square root of its Hessian. "
+                f"{remedy if self.can_sample else _supported()}"
+            )
+        return hessian.columns(columns, minimal)
 
     def _factored_hessian(self, z: Tensor, y: Any) -> FactoredHessian | None:
         """Return the terms' Hessians in factors, if they are of that form."""
