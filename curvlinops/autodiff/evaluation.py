@@ -81,8 +81,8 @@ class Evaluation:
     ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes, and the tensors that it keeps in memory.
 
-        It is ``active`` if these run the user's code, or the model is a closure; else nothing. Kept
-        are its copies of buffers.
+        It is ``active``, with its copies of buffers, if these run the user's code, or the model is
+        a closure; else nothing.
         """
         if runs_python or not self._model.substitutable:
             return self.active, () if self._modules is None else self._modules.copies
