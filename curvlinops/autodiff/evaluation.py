@@ -75,20 +75,16 @@ class Evaluation:
         ):
             yield
 
-    @property
-    def copies(self) -> tuple[Tensor, ...]:
-        """The copies of buffers that the context keeps in memory."""
-        return () if self._modules is None else self._modules.copies
-
     def of_graph(
         self, runs_python: bool
     ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes, and the tensors that it keeps in memory.
 
-        It is ``active`` if these run the user's code, or the model is a closure; else nothing.
+        It is ``active``, with its copies of buffers, if these run the user's code, or the model is
+        a closure; else nothing.
         """
         if runs_python or not self._model.substitutable:
-            return self.active, self.copies
+            return self.active, () if self._modules is None else self._modules.copies
         return nullcontext, ()
 
     def output(self, X: Any) -> Any:

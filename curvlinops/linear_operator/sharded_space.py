@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.space import ParameterSpace, dtype_of_vectors
-from curvlinops.support.norms import double_dots, double_norm
+from curvlinops.support.norms import double_norm
 from curvlinops.support.torch_internals import distributed_tensors
 from curvlinops.team.layout import GatheredColumns, ShardLayout
 from curvlinops.team.team import team_of
@@ -120,25 +120,9 @@ class ShardedSpace(ParameterSpace):
 
     # --- what depends on all entries of vectors, which are columns [K, dim]
 
-    def dots(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
-        return self.team.add(double_dots(self._counted(first), second))
-
     def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
         return self.team.add(double_norm(self._counted(columns), 1).square()).sqrt()
-
-    def sums(self, columns: Tensor) -> Tensor:
-        """Return the sums of the entries of K vectors, ``[K]``."""
-        return self.team.add(self._counted(columns).sum(1))
-
-    def gram(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return all inner products of K and L vectors, ``[K, L]``."""
-        return self.team.add(self._counted(first) @ second.T)
-
-    def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
-        """Return the inner products of K vectors with those of K bases, ``[K, m]``."""
-        return self.team.add(super().overlaps(bases, self._counted(columns)))
 
     def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``.
@@ -176,34 +160,16 @@ class ShardedSpace(ParameterSpace):
             columns[..., part] = 0.0
         return columns
 
-    def largest(self, numbers: Tensor) -> float:
-        """Return the largest absolute value of entries of vectors."""
-        number = torch.tensor(super().largest(numbers), dtype=torch.float64, device=self.device)
-        return float(self.team.maximum(number))
-
-    def any(self, flag: bool) -> bool:
-        """Return whether a flag is true in any process."""
-        return bool(self.team.add(torch.tensor(float(flag), device=self.device)))
-
     # --- other spaces
 
-    def restricted(self, names: Sequence[str]) -> ParameterSpace:
-        """Return the space of some of the tensors, in the given order."""
-        if list(names) == self.names:
-            return self
-        shapes = {name: self.shapes[name] for name in names}
-        layouts = {name: self.layouts[name] for name in names if name in self.layouts}
+    def _like(
+        self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> ParameterSpace:
+        """Return a space of some of the tensors, of which perhaps none are sharded."""
+        layouts = {name: layout for name, layout in self.layouts.items() if name in shapes}
         if not layouts:
-            return ParameterSpace(shapes, self.dtype, self.device)
-        return ShardedSpace(shapes, layouts, self.dtype, self.device)
-
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "ShardedSpace":
-        """Return the same space on another device, or in another dtype."""
-        device, dtype = torch.device(device or self.device), dtype or self.dtype
-        same = (device, dtype) == (self.device, self.dtype)
-        return self if same else ShardedSpace(self.shapes, self.layouts, dtype, device)
+            return super()._like(shapes, dtype, device)
+        return ShardedSpace(shapes, layouts, dtype, device)
 
 
 def space_of(params: Mapping[str, Tensor]) -> ParameterSpace:

@@ -272,7 +272,7 @@ class ParameterSpace:
 
     def dots(self, first: Tensor, second: Tensor) -> Tensor:
         """Return the inner products of K pairs of vectors, ``[K]``, in float64."""
-        return double_dots(first, second)
+        return self.team.add(double_dots(self._counted(first), second))
 
     def norms(self, columns: Tensor) -> Tensor:
         """Return the Euclidean norms of K vectors, ``[K]``, in float64."""
@@ -280,15 +280,15 @@ class ParameterSpace:
 
     def sums(self, columns: Tensor) -> Tensor:
         """Return the sums of the entries of K vectors, ``[K]``."""
-        return columns.sum(1)
+        return self.team.add(self._counted(columns).sum(1))
 
     def gram(self, first: Tensor, second: Tensor) -> Tensor:
         """Return all inner products of K and L vectors, ``[K, L]``."""
-        return first @ second.T
+        return self.team.add(self._counted(first) @ second.T)
 
     def overlaps(self, bases: Tensor, columns: Tensor) -> Tensor:
         """Return the inner products of K columns with K bases ``[K, m, dim]``, ``[K, m]``."""
-        return torch.bmm(bases, columns.unsqueeze(2)).squeeze(2)
+        return self.team.add(torch.bmm(bases, self._counted(columns).unsqueeze(2)).squeeze(2))
 
     def qr(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Return orthonormal columns Q, and triangular R, with ``columns.T = Q.T @ R``."""
@@ -297,11 +297,16 @@ class ParameterSpace:
 
     def largest(self, numbers: Tensor) -> float:
         """Return the largest absolute value of entries of vectors."""
-        return float(torch.linalg.vector_norm(numbers, inf)) if numbers.numel() else 0.0
+        own = float(torch.linalg.vector_norm(numbers, inf)) if numbers.numel() else 0.0
+        return self.team.largest(own)
 
     def any(self, flag: bool) -> bool:
         """Return whether a flag is true in any process that has a part of the vectors."""
-        return flag
+        return self.team.any(lambda: flag)
+
+    def _counted(self, columns: Tensor) -> Tensor:
+        """Return vectors in which one process alone has the entries that several have."""
+        return columns
 
     # --- other spaces
 
@@ -309,7 +314,7 @@ class ParameterSpace:
         """Return the space of some of the tensors, in the given order."""
         if list(names) == self.names:
             return self
-        return ParameterSpace({name: self.shapes[name] for name in names}, self.dtype, self.device)
+        return self._like({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -317,7 +322,13 @@ class ParameterSpace:
         """Return the same space on another device, or in another dtype."""
         device, dtype = torch.device(device or self.device), dtype or self.dtype
         same = (device, dtype) == (self.device, self.dtype)
-        return self if same else ParameterSpace(self.shapes, dtype, device)
+        return self if same else self._like(self.shapes, dtype, device)
+
+    def _like(
+        self, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
+    ) -> "ParameterSpace":
+        """Return a space of some of the tensors."""
+        return ParameterSpace(shapes, dtype, device)
 
     def __repr__(self) -> str:
         return f"ParameterSpace({self.shapes}, {self.dtype}, '{self.device}')"

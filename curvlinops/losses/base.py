@@ -104,9 +104,9 @@ class Loss(ABC):
     def to_terms(self, columns: Tensor) -> Tensor:
         """Turn columns ``[K, *output]`` into rows ``[K, T, C]``, in float32 or wider."""
 
-    @abstractmethod
     def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype."""
+        """Turn rows ``[K, T, C]`` into columns ``[K, *output]`` of its dtype; undo ``to_terms``."""
+        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
 
     def gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum`` w.r.t. the output, ``[*output]``."""
@@ -218,8 +218,13 @@ class Loss(ABC):
         """Return some columns of the square roots of the terms' Hessians, ``[V, T, C]``."""
         hessian = self._factored_hessian(z, y)
         if hessian is None:
+            remedy = (
+                "Sample labels (fisher_type='mc', mc_samples=), or take a loss that has one, such "
+                "as torch.nn.CrossEntropyLoss of the logits."
+            )
             raise NotImplementedError(
-                f"{self.name} has no closed-form square root of its Hessian. {_supported()}"
+                f"{self.name} has no closed-form square root of its Hessian. "
+                f"{remedy if self.can_sample else _supported()}"
             )
         return hessian.columns(columns, minimal)
 

@@ -31,34 +31,58 @@ def _remedy(output: Tensor, target: Tensor, positions: tuple[int, ...]) -> str:
     return _CLASSES_LAST if output.ndim > 2 and target.shape == output.shape[:-1] else ""
 
 
-class ClassAxisLoss(Loss):
+class IndexLoss(Loss):
+    """A loss with the index of a class as target of each position, of which some are ignored."""
+
+    #: Where the output has its classes, for messages.
+    where = ""
+
+    def _check_indices(
+        self, output: Tensor, target: Any, positions: tuple[int, ...], num_classes: int
+    ) -> None:
+        """Require one index for each position."""
+        if not isinstance(target, Tensor):
+            raise ValueError(
+                f"{self.name} needs a tensor as target, got a {type(target).__name__}."
+                f"{conversion_of(target)}"
+            )
+        if target.is_floating_point() or tuple(target.shape) != positions:
+            raise ValueError(
+                f"{self.name} has an output of shape {list(output.shape)}{self.where}, which needs "
+                f"integer targets of shape {list(positions)}; got {target.dtype} of shape "
+                f"{list(target.shape)}.{_remedy(output, target, positions)}"
+            )
+        y, _ = self._indices(target)
+        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < num_classes:
+            raise ValueError(
+                f"{self.name} has targets from {int(y.min())} to {int(y.max())}, but there are "
+                f"{num_classes} classes, and ignore_index is {self.module.ignore_index}."
+            )
+
+    def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all targets ``[T]``, zero where ignored, and which are kept."""
+        y = target.reshape(-1).long()
+        kept = y != self.module.ignore_index
+        return y.where(kept, 0), kept
+
+
+class ClassAxisLoss(IndexLoss):
     """A loss of class scores ``[N, C, d1, ...]`` with index targets ``[N, d1, ...]``.
 
     A term is one position that is not ignored. The rows of ignored positions are zero.
     """
 
+    where = " (classes on axis 1)"
+
     def check(self, output: Tensor, target: Tensor) -> None:
         """Require class scores on axis 1, and one index for each position."""
         self._check_options(output)
-        if output.ndim < 2 or not isinstance(target, Tensor):
+        if output.ndim < 2:
             raise ValueError(
-                f"{self.name} needs an output [N, C, ...] and a tensor as target, got an output "
-                f"of shape {list(output.shape)} and a {type(target).__name__}."
-                f"{conversion_of(target)}"
+                f"{self.name} needs an output [N, C, ...], got shape {list(output.shape)}."
             )
         positions = (output.shape[0], *output.shape[2:])
-        if target.is_floating_point() or tuple(target.shape) != positions:
-            raise ValueError(
-                f"{self.name} has an output of shape {list(output.shape)} (classes on axis 1), "
-                f"which needs integer targets of shape {list(positions)}; got {target.dtype} of "
-                f"shape {list(target.shape)}.{_remedy(output, target, positions)}"
-            )
-        y, _ = self._indices(target)
-        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < output.shape[1]:
-            raise ValueError(
-                f"{self.name} has targets from {int(y.min())} to {int(y.max())}, but the output "
-                f"has {output.shape[1]} classes, and ignore_index is {self.module.ignore_index}."
-            )
+        self._check_indices(output, target, positions, output.shape[1])
 
     def _check_options(self, output: Tensor) -> None:
         weight = self.module.weight
@@ -89,12 +113,6 @@ class ClassAxisLoss(Loss):
         if _is_soft(output, target):
             return self.to_terms(target.unsqueeze(0).to(wide(output).dtype))[0]
         return self._indices(target)
-
-    def _indices(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all targets ``[T]``, zero where ignored, and which are kept."""
-        y = target.reshape(-1).long()
-        kept = y != self.module.ignore_index
-        return y.where(kept, 0), kept
 
     def _weight(self, z: Tensor) -> Tensor | None:
         return constant(self.module.weight, z)

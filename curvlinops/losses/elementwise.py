@@ -53,10 +53,6 @@ class ElementwiseLoss(Loss):
         """Flatten all but the last axis of the output."""
         return wide(columns.unsqueeze(-1) if columns.ndim == 2 else columns.flatten(1, -2))
 
-    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
-
     def _target_rows(self, output: Tensor, target: Tensor) -> Any:
         return self.to_terms(target.unsqueeze(0).to(output.device, wide(output).dtype))[0]
 

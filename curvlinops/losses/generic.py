@@ -128,10 +128,6 @@ class AdditiveLoss(Loss):
         """Flatten all axes of a sample."""
         return wide(columns.unsqueeze(2) if columns.ndim == 2 else columns.flatten(2))
 
-    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
-
     def differentiable_gradient(self, output: Tensor, target: Any) -> Tensor:
         """Return the gradient of ``sum``, by PyTorch."""
         return self._differentiated(output, target)[0]

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops.autodiff.linear import Linear
-from curvlinops.losses.base import DependentLossError, Loss, conversion_of
-from curvlinops.losses.cross_entropy import CrossEntropy
+from curvlinops.losses.base import DependentLossError
+from curvlinops.losses.cross_entropy import CrossEntropy, IndexLoss
 from curvlinops.support.devices import entries_at_once
 from curvlinops.support.norms import wide
 from curvlinops.support.torch_internals import modules_of
@@ -74,7 +74,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return value if self.reduction == "sum" else value / loss.denominator(input, target)
 
 
-class LinearCrossEntropy(Loss):
+class LinearCrossEntropy(IndexLoss):
     """``LinearCrossEntropyLoss``. A row is the head's input at a position."""
 
     can_sample = has_parameters = True
@@ -92,22 +92,7 @@ class LinearCrossEntropy(Loss):
                 f"{self.name} needs the inputs [N, ..., {head.in_features}] of the head as the "
                 f"model's output, got {list(output.shape)}."
             )
-        if not isinstance(target, Tensor) or target.is_floating_point():
-            kind = target.dtype if isinstance(target, Tensor) else type(target).__name__
-            raise ValueError(
-                f"{self.name} needs integer targets, got {kind}.{conversion_of(target)}"
-            )
-        if tuple(target.shape) != positions:
-            raise ValueError(
-                f"{self.name} has an output of shape {list(output.shape)}, which needs targets of "
-                f"shape {list(positions)}; got {list(target.shape)}."
-            )
-        y, _ = self._target_rows(output, target)
-        if y.numel() and not 0 <= int(y.min()) <= int(y.max()) < head.out_features:
-            raise ValueError(
-                f"{self.name} has targets from {int(y.min())} to {int(y.max())}, but the head has "
-                f"{head.out_features} outputs, and ignore_index is {self.module.ignore_index}."
-            )
+        self._check_indices(output, target, positions, head.out_features)
 
     def check_values(self, output: Tensor, target: Any, is_all: bool = False) -> None:
         """Compare one chunk of logits with what the head returns."""
@@ -154,10 +139,6 @@ class LinearCrossEntropy(Loss):
         """Flatten all axes but the last."""
         return wide(columns.flatten(1, -2))
 
-    def from_terms(self, rows: Tensor, output: Tensor) -> Tensor:
-        """Undo ``to_terms``."""
-        return rows.reshape(rows.shape[0], *output.shape).to(output.dtype)
-
     def _rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
         if self.needs_graph:
             raise DependentLossError(
@@ -169,10 +150,7 @@ class LinearCrossEntropy(Loss):
         return output.flatten(0, -2), self._target_rows(output, target)
 
     def _target_rows(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all targets ``[T]``, zero where ignored, and which are kept."""
-        y = target.reshape(-1).long()
-        kept = y != self.module.ignore_index
-        return y.where(kept, 0), kept
+        return self._indices(target)
 
     # --- formulas for a head that is constant
 
@@ -205,12 +183,6 @@ class LinearCrossEntropy(Loss):
             drawn = _OF_LOGITS._sample(logits, terms.targets(at), num_samples, generator)
             parts.append(drawn.to(z.dtype) @ weight)
         return wide(torch.cat(parts, 1))
-
-    def _hessian_sqrt(self, *_: Any) -> Tensor:
-        raise NotImplementedError(
-            f"{self.name} has no square root of its Hessian. Sample labels (fisher_type='mc', "
-            "mc_samples=), or take torch.nn.CrossEntropyLoss of the logits."
-        )
 
 
 # --- the head in chunks
@@ -279,20 +251,12 @@ class _Gradients(torch.autograd.Function):
     """The gradients of the sum with respect to x, weight and bias, times g."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        g: Tensor,
-        terms: _Terms,
-        of_head: bool,
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients."""
-        ctx.save_for_backward(x, weight, bias, g)
-        ctx.terms = terms
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients, given the arguments of ``_gradients``."""
+        *tensors, ctx.terms, _ = arguments
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return _gradients(x, weight, bias, g, terms, of_head)
+        return _gradients(*arguments)
 
     @staticmethod
     def backward(

@@ -154,35 +154,24 @@ def select_samples(tree: Any, samples: slice | list[int], num_samples: int) -> A
     """
 
     def select(part: Any) -> Any:
-        if isinstance(samples, list):
-            return _at(part, samples)
-        # no view: it would keep all samples in memory
-        return part[samples].clone() if isinstance(part, Tensor) else part[samples]
-
-    return _map_samples(tree, select, num_samples)
-
-
-def _at(part: Any, indices: list[int]) -> Any:
-    is_list = isinstance(part, list | tuple)
-    return type(part)(part[i] for i in indices) if is_list else part[indices]
-
-
-def _map_samples(tree: Any, function: Callable[[Any], Any], num_samples: int) -> Any:
-    """Apply a function to all that has one entry for each sample."""
-
-    def lists_samples(part: Any) -> bool:
-        """Return whether a list has one thing for each sample."""
-        if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
-            return False
-        if len(part) != num_samples or any(isinstance(x, Tensor) for x in part):
-            return False
-        inner = [*leaves(part), *(x for x in part if isinstance(x, np.ndarray))]
-        # of as many containers, each may have all samples
-        return not inner or not all(has_length(x, num_samples) for x in inner)
-
-    def applied(part: Any) -> Any:
         if isinstance(part, Tensor) and has_length(part, num_samples):
-            return function(part.detach()).requires_grad_(part.requires_grad)
-        return function(part) if lists_samples(part) or has_length(part, num_samples) else part
+            # no view: it would keep all samples in memory
+            some = part.detach()[samples].clone()
+            return some.requires_grad_(part.requires_grad)
+        if _lists_samples(part, num_samples):
+            some = samples if isinstance(samples, list) else range(num_samples)[samples]
+            return type(part)(part[i] for i in some)
+        return part[samples] if has_length(part, num_samples) else part
 
-    return map_leaves(tree, applied, lists_samples)
+    return map_leaves(tree, select, lambda part: _lists_samples(part, num_samples))
+
+
+def _lists_samples(part: Any, num_samples: int) -> bool:
+    """Return whether a list has one thing for each sample."""
+    if not isinstance(part, list | tuple) or hasattr(part, "_fields"):
+        return False
+    if len(part) != num_samples or any(isinstance(x, Tensor) for x in part):
+        return False
+    inner = [*leaves(part), *(x for x in part if isinstance(x, np.ndarray))]
+    # of as many containers, each may have all samples
+    return not inner or not all(has_length(x, num_samples) for x in inner)

@@ -131,17 +131,11 @@ class Times(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        leaf: Tensor,
-        shards: Any,
-        name: str,
-        number: int,
-        is_summed: bool,
-        is_transposed: bool,
-    ) -> Tensor:
-        """Multiply."""
-        W = shards.gather(number)
+    def forward(x: Tensor, *arguments: Any) -> Tensor:
+        """Multiply, given a ``ShardedParameter``, and whether it is transposed."""
+        *parameter, is_transposed = arguments
+        source = ShardedParameter(*parameter)
+        W = source.shards.gather(source.number)
         return x @ (W.T if is_transposed else W)
 
     @staticmethod

@@ -515,15 +515,18 @@ class Shards:
         return nullcontext() if self.group is None else hooks(self._pack, self._unpack)
 
     def _pack(self, x: Tensor) -> "tuple[Tensor, int] | SavedParameter":
-        if (saved := self.saved(x)) is not None:
-            return saved
+        found = self._found(x)
+        if found is not None and found[1] == x.dtype:
+            return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
         # a node that saves its own output must not hold itself, in a cycle that no collector sees
         with without_torch_function():
             return x.detach(), version_of(x)
 
     def _unpack(self, saved: "tuple[Tensor, int] | SavedParameter") -> Tensor:
         if isinstance(saved, SavedParameter):
-            return self.restored(saved)
+            full = self.gather(saved.number)
+            with _plain_calls():
+                return full.as_strided(saved.shape, saved.strides, saved.offset)
         x, version = saved
         if version_of(x) != version:  # which autograd compares only where there are no hooks
             raise RuntimeError(
@@ -531,13 +534,6 @@ class Shards:
                 f"inplace operation: a tensor of shape {list(x.shape)}."
             )
         return x
-
-    def saved(self, x: Tensor) -> "SavedParameter | None":
-        """Return how to get a view of a gathered parameter again, ``None`` for other tensors."""
-        found = self._found(x)
-        if found is None or found[1] != x.dtype:
-            return None
-        return SavedParameter(found[0], tuple(x.shape), x.stride(), x.storage_offset())
 
     def is_gathered(self, x: Any) -> bool:
         """Return whether a tensor is a parameter that is differentiated, and was gathered."""
@@ -556,12 +552,6 @@ class Shards:
             return self._gathered.get(x.untyped_storage())
         except RuntimeError:  # it has no memory of its own
             return None
-
-    def restored(self, saved: "SavedParameter") -> Tensor:
-        """Gather a parameter again; return the view of it that was saved."""
-        full = self.gather(saved.number)
-        with _plain_calls():
-            return full.as_strided(saved.shape, saved.strides, saved.offset)
 
 
 #: No parameter is sharded: each process has all of them.

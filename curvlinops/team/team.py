@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from math import fsum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -30,6 +30,9 @@ from curvlinops.team.shards import WHOLE, Shards
 #: Returns what all processes must have in common, by the name that a message gives it. ``None`` is
 #: not known.
 Describe = Callable[[], Mapping[str, Any]]
+
+#: A number of Python.
+Number = TypeVar("Number", int, float)
 
 #: Numbers by name: those of this process inside of a task, then their sums over processes.
 Totals = dict[str, Tensor | float]
@@ -140,7 +143,7 @@ class Team:
         """Return the objects of all processes, in the order of ranks; raise their errors."""
         return [value]
 
-    def largest(self, number: int) -> int:
+    def largest(self, number: Number) -> Number:
         """Return the largest of a number in each process."""
         return max(self.gather_objects(number))
 
@@ -153,10 +156,6 @@ class Team:
 
         With ``to``, that rank alone gets the sum; others get meaningless numbers.
         """
-        return tensor
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """Return the largest of each entry of all processes' tensors, in place."""
         return tensor
 
     def joined(self, part: Tensor, length: int) -> Tensor:
@@ -299,11 +298,6 @@ class Ranks(Team):
             distributed.all_reduce(tensor, group=self.group)
         else:
             distributed.reduce(tensor, group=self.group, group_dst=to)
-        return tensor
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """Compare tensors."""
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=self.group)
         return tensor
 
     def joined(self, part: Tensor, length: int) -> Tensor:

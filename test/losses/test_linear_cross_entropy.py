@@ -161,7 +161,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "type-2": (
         lambda: ALL["kfac"].build(problems(False, False)[0], fisher_type="type-2").trace(),
         NotImplementedError,
-        "no square root of its Hessian",
+        "no closed-form square root of its Hessian. Sample labels",
     ),
 }  # fmt: skip
 

@@ -422,7 +422,7 @@ LOSSES: list[tuple[Any, Any, str]] = [
     (CE, SOFT.long(), r"got torch.int64 of shape \[5, 3\]. Pass y.argmax\(1\) for one-hot"),
     (CE, Y.numpy(), r"a ndarray. Pass torch.as_tensor\(y\)"),
     (CE, None, "a NoneType"),
-    (CE, Y + 1, "targets from 1 to 3, but the output has 3 classes"),
+    (CE, Y + 1, "targets from 1 to 3, but there are 3 classes"),
     (nn.NLLLoss(), Y - 1, "targets from -1 to 1"),
     (CE, torch.full((5,), -100), "no term.*ignored"),
     (nn.NLLLoss(ignore_index=2), 0 * Y + 2, "no term"),

@@ -30,7 +30,7 @@ _TILE, _MIN_QUERIES = 2**18, 64
 
 #: A formula of a tile. It gets P, tensors of its queries and tensors of its keys, and returns
 #: results for its queries, and summands of results for its keys.
-Formula = Callable[..., tuple[list[Tensor], list[Tensor]]]
+Formula = Callable[[Tensor, list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
 class Options(NamedTuple):
@@ -40,21 +40,30 @@ class Options(NamedTuple):
     is_causal: bool
 
 
-class Attention(torch.autograd.Function):
-    """Attention of queries ``[N, H, R, d]`` to keys ``[N, H, T, d]`` and values ``[N, H, T, o]``.
+class Operands(NamedTuple):
+    """Queries ``[N, H, R, d]``, keys ``[N, H, T, d]``, values ``[N, H, T, o]``, and how they meet.
 
     The mask ``[N, H, R, T]``, boolean or additive, is constant.
     """
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    options: Options
+
+
+class Attention(torch.autograd.Function):
+    """Attention, a function of ``Operands``."""
+
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options
-    ) -> Tensor:
+    def forward(ctx: Any, *operands: Any) -> Tensor:
         """Return the output."""
-        ctx.save_for_backward(q, k, v, mask)
-        ctx.save_for_forward(q, k, v, mask)
-        ctx.options = options
-        (out,) = _in_tiles(lambda P, q, k, v: ([P @ v], []), [q], [k, v], mask, options)
+        *tensors, ctx.options = operands
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        of = Operands(*operands)
+        (out,) = _in_tiles(lambda P, _, keys: ([P @ keys[1]], []), [of.q], [of.k, of.v], of)
         return out
 
     @staticmethod
@@ -65,146 +74,94 @@ class Attention(torch.autograd.Function):
         return (*call(g, *ctx.saved_tensors, ctx.options), None, None)
 
     @staticmethod
-    def jvp(ctx: Any, x: Tensor | None, y: Tensor | None, z: Tensor | None, *_: None) -> Tensor:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """Return the tangent of the output."""
         *qkv, mask = ctx.saved_tensors
         qkv = [forward_ad.unpack_dual(tensor).primal for tensor in qkv]
-        return AttentionTangent.apply(*qkv, mask, ctx.options, *_filled(qkv, (x, y, z)))
+        return AttentionTangent.apply(*qkv, mask, ctx.options, *_filled(qkv, tangents[:3]))
 
 
 class AttentionBackward(torch.autograd.Function):
-    """The backward pass of attention."""
+    """The backward pass of attention, a function of the output gradient and ``Operands``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        g: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        options: Options,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, g: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         """Return the gradients w.r.t. queries, keys and values."""
-        ctx.save_for_backward(g, q, k, v, mask)
-        ctx.options = options
+        *tensors, ctx.options = operands
+        ctx.save_for_backward(g, *tensors)
         ctx.set_materialize_grads(False)
-        return _gradients(g, q, k, v, mask, options)
+        return tuple(_gradients(g, *operands))
 
     @staticmethod
-    def backward(
-        ctx: Any, x: Tensor | None, y: Tensor | None, z: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *vectors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. output gradient, queries, keys and values."""
-        g, q, k, v, mask = ctx.saved_tensors
-        vectors = _filled((q, k, v), (x, y, z))
+        g, *tensors = ctx.saved_tensors
+        of, filled = Operands(*tensors, ctx.options), _filled(tensors[:3], vectors)
         if any(wanted_gradients(ctx)[1:]):
-            grads = _second_gradients(g, q, k, v, mask, ctx.options, *vectors)
+            grads = _second_gradients(g, of, *filled)
         else:  # a product with the Jacobian
-            grads = (_tangent(q, k, v, mask, ctx.options, *vectors), None, None, None)
+            grads = [_tangent(of, *filled), None, None, None]
         return (*grads, None, None)
 
 
 class AttentionTangent(torch.autograd.Function):
-    """The tangent of attention, a function of queries, keys, values and their tangents."""
+    """The tangent of attention, a function of ``Operands`` and the tangents of the first three."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        options: Options,
-        x: Tensor,
-        y: Tensor,
-        z: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
         """Return the tangent."""
-        ctx.save_for_backward(q, k, v, mask, x, y, z)
-        ctx.options = options
-        return _tangent(q, k, v, mask, options, x, y, z)
+        (*tensors, ctx.options), vectors = arguments[:5], arguments[5:]
+        ctx.save_for_backward(*tensors, *vectors)
+        return _tangent(Operands(*arguments[:5]), *vectors)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients: ``<G, tangent>`` is ``<dQ, x> + <dK, y> + <dV, z>``."""
-        q, k, v, mask, x, y, z = ctx.saved_tensors
-        _, *grads = _second_gradients(g, q, k, v, mask, ctx.options, x, y, z)
-        return (*grads, None, None, *_gradients(g, q, k, v, mask, ctx.options))
+        tensors, vectors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+        of = Operands(*tensors, ctx.options)
+        _, *grads = _second_gradients(g, of, *vectors)
+        return (*grads, None, None, *_gradients(g, *of))
 
 
 # --- the formulas
 
 
-def _gradients(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: Options,
-) -> tuple[Tensor, ...]:
+def _gradients(g: Tensor, *operands: Any) -> list[Tensor]:
     """Return ``dQ = scale dS K``, ``dK = scale dS^T Q`` and ``dV = P^T G``."""
-    scale = options.scale
+    of = Operands(*operands)
+    scale = of.options.scale
 
-    def formula(P: Tensor, q: Tensor, g: Tensor, k: Tensor, v: Tensor) -> tuple[list, list]:
+    def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
+        (q, g), (k, v) = queries, keys
         dS = _softmax_derivative(P, g @ v.mT)
         return [dS @ k * scale], [dS.mT @ q * scale, P.mT @ g]
 
-    return tuple(_in_tiles(formula, [q, g], [k, v], mask, options))
+    return _in_tiles(formula, [of.q, g], [of.k, of.v], of)
 
 
-def _tangent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    x: Tensor,
-    y: Tensor,
-    z: Tensor,
-) -> Tensor:
+def _tangent(of: Operands, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return the derivative of the output along ``x, y, z``: ``J (scale (x K^T + Q y^T)) V + P z``.
 
     It is also the gradient of ``<dQ, x> + <dK, y> + <dV, z>`` with respect to G.
     """
 
-    def formula(
-        P: Tensor, q: Tensor, x: Tensor, k: Tensor, v: Tensor, y: Tensor, z: Tensor
-    ) -> tuple[list, list]:
-        A = _softmax_derivative(P, _change_of_scores(q, k, x, y, options.scale))
+    def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
+        (q, x), (k, v, y, z) = queries, keys
+        A = _softmax_derivative(P, _change_of_scores(q, k, x, y, of.options.scale))
         return [A @ v + P @ z], []
 
-    return _in_tiles(formula, [q, x], [k, v, y, z], mask, options)[0]
+    return _in_tiles(formula, [of.q, x], [of.k, of.v, y, z], of)[0]
 
 
-def _second_gradients(
-    g: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    options: Options,
-    x: Tensor,
-    y: Tensor,
-    z: Tensor,
-) -> tuple[Tensor, ...]:
+def _second_gradients(g: Tensor, of: Operands, x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
     """Return the gradients of ``<dQ, x> + <dK, y> + <dV, z>`` w.r.t. G, Q, K and V.
 
     With ``E = scale (x K^T + Q y^T)`` it is ``<dS, E> + <P, G z^T>``.
     """
-    scale = options.scale
+    scale = of.options.scale
 
-    def formula(
-        P: Tensor,
-        q: Tensor,
-        g: Tensor,
-        x: Tensor,
-        k: Tensor,
-        v: Tensor,
-        y: Tensor,
-        z: Tensor,
-    ) -> tuple[list, list]:
+    def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
+        (q, g, x), (k, v, y, z) = queries, keys
         E, dP = _change_of_scores(q, k, x, y, scale), g @ v.mT
         A, dS = _softmax_derivative(P, E), _softmax_derivative(P, dP)
         means = [torch.linalg.vecdot(P, M).unsqueeze(-1) for M in (E, dP)]
@@ -214,8 +171,7 @@ def _second_gradients(
         rows = [A @ v + P @ z, (W @ k + dS @ y) * scale]
         return rows, [(W.mT @ q + dS.mT @ x) * scale, A.mT @ g]
 
-    dG, dQ, dK, dV = _in_tiles(formula, [q, g, x], [k, v, y, z], mask, options)
-    return dG, dQ, dK, dV
+    return _in_tiles(formula, [of.q, g, x], [of.k, of.v, y, z], of)
 
 
 def _filled(tensors: Sequence[Tensor], vectors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -241,12 +197,11 @@ def _in_tiles(
     formula: Formula,
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],
-    mask: Tensor | None,
-    options: Options,
+    of: Operands,
 ) -> list[Tensor]:
     """Return a formula's results for all queries, and its sums for all keys.
 
-    It gets what queries ``[N, H, R, *]``, keys ``[N, H, T, *]`` and the mask have in a tile.
+    It gets what queries ``[N, H, R, *]`` and keys ``[N, H, T, *]`` have in a tile.
     """
     (N, H, R, _), T = queries[0].shape, keys[0].shape[2]
     dtype = torch.promote_types(queries[0].dtype, torch.float32)
@@ -256,12 +211,12 @@ def _in_tiles(
     num_samples = min(N, max(1, tile // max(num_rows * T * num_heads, 1)))
 
     def of_rows(at: tuple[slice, slice], rows: slice) -> tuple[list, list]:
-        stop = min(rows.stop, T) if options.is_causal else T
-        some = [x[*at, rows].to(dtype) for x in queries]
-        some += [x[*at, :stop].to(dtype) for x in keys]
-        bias = None if mask is None else mask[*at, rows]
-        P = _weights(some[0], some[len(queries)], bias, options, rows.start)
-        return formula(P, *some)
+        stop = min(rows.stop, T) if of.options.is_causal else T
+        of_queries = [x[*at, rows].to(dtype) for x in queries]
+        of_keys = [x[*at, :stop].to(dtype) for x in keys]
+        bias = None if of.mask is None else of.mask[*at, rows]
+        P = _weights(of_queries[0], of_keys[0], bias, of.options, rows.start)
+        return formula(P, of_queries, of_keys)
 
     def of_heads(at: tuple[slice, slice]) -> list[Tensor]:
         # the last queries first: they see all keys

@@ -44,20 +44,12 @@ class ConvolutionBackward(torch.autograd.Function):
     """The backward pass of a convolution. All of its products are bilinear."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        g: Tensor,
-        x: Tensor,
-        w: Tensor,
-        bias_shape: list[int] | None,
-        options: Options,
-        mask: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients w.r.t. input, weight and bias, where asked for."""
-        ctx.save_for_backward(g, x, w)
-        ctx.options = options
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients w.r.t. input, weight and bias, given those of ``_backward``."""
+        *tensors, _, ctx.options, _ = arguments
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return _backward(g, x, w, bias_shape, options, mask)
+        return _backward(*arguments)
 
     @staticmethod
     def backward(
