@@ -51,18 +51,6 @@ class RecordedBatch:
     """One forward pass and the uses of parameters in its graph, which is added to the known ones.
 
     With ``tracks_inputs``, the graph shows what depends on real numbers in X.
-
-    Attributes:
-        names: The parameters.
-        output: The model's output, with samples along the first axis.
-        operations: A hash of the graph's operations.
-        num_samples: The number of samples. Each has the same number of neighboring output rows.
-        weight: The batch's weight. Who records the batch sets it.
-        nodes: All nodes of the graph, inputs before what uses them.
-        plan: What the graph has shown of uses.
-        uses: The uses of ``names``.
-        others: The other factor of each use, see ``Use.other``.
-        is_freed: Whether the last backward pass has freed the graph.
     """
 
     def __init__(
@@ -80,14 +68,20 @@ class RecordedBatch:
             output = problem.output(self._evaluation)
             if output.requires_grad and output.is_leaf:  # a parameter itself
                 output = output.view_as(output)
+        #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
         self._graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
+        #: A hash of the graph's operations.
         self.operations = self._graph.operations
         # checkpoints compute again what they have saved, when it is read or differentiated
         self._context, _ = self._evaluation.of_graph(self._graph.runs_python)
+        #: The number of samples, and the batch's weight. Who records the batch sets them.
         self.num_samples, self.weight = 0, output.new_zeros(())
+        #: Whether the last backward pass has freed the graph.
         self.plan, self.is_freed = Plan((), ()), False
+        #: The uses of ``names``.
         self.uses: list[ParameterUse] = []
+        #: The other factor of each use, see ``Use.other``.
         self.others: dict[ParameterUse, Any] = {}
         #: The rules of uses that do not hold in each equal graph.
         self._asked: dict[ParameterUse, Use] = {}
@@ -184,10 +178,7 @@ class RecordedBatch:
             return Reading(self.nodes, reached, shapes, is_function)
 
     def _learn_roles(self, roles: dict[Signature, bool]) -> None:
-        """Find out what is data, by a graph that shows what depends on real numbers in X.
-
-        A single sample is taken twice.
-        """
+        """Find out by another graph what depends on X; one sample is taken twice."""
         problem, num_samples = self._problem, max(self.num_samples, 2)
         X = problem.batch.X
         X = select_samples(X, [0, 0], 1) if self.num_samples == 1 else X
@@ -327,10 +318,9 @@ class RecordedBatch:
     # --- the check of rules
 
     def check(self, u: Tensor, one: "Arrived", names: Sequence[str]) -> tuple[list[str], set[str]]:
-        """Compare sums of gradients with autograd's, given one vector's pass with totals.
+        """Return the parameters with wrong sums, given one pass with totals, and those with zeros.
 
-        Returns the parameters for which they differ, and those whose gradients are zero, so that
-        the comparison shows nothing.
+        Of gradients that are zero, the comparison shows nothing.
         """
         eps = torch.finfo(self.output.dtype).eps
         # the least precise dtype, also within the model
@@ -399,10 +389,7 @@ class RecordedBatch:
     def by_parameter(
         self, arrived: "Arrived", num_vectors: int, together: bool = False
     ) -> Iterator[tuple[str, PerSampleGradient]]:
-        """Yield gradients of parameters, with a name; what arrived is freed on the way.
-
-        With ``together``, several parameters may be ``parts`` of one gradient.
-        """
+        """Yield gradients of parameters, or of several as ``parts``; what arrived is freed."""
         for stack in self._stacks(arrived, self.names):
             names, columns = [*stack], list(zip(*stack.values(), strict=True))
             if not columns:
@@ -465,11 +452,8 @@ class Arrived:
 
     Without ``by_sample``, or an axis of samples, all rows are those of one sample, which suffices
     for sums. With ``absolute``, all factors of gradients are replaced by their absolute values.
-
-    Attributes:
-        outputs: The gradient at each use's output, ``[V, *output]``.
-        totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
-            of gathered parameters would fill the memory, and are computed one by one.
+    Autograd's ``totals`` are those that were asked for; of gathered parameters they would fill the
+    memory, and are computed one by one.
     """
 
     def __init__(
@@ -619,10 +603,7 @@ def _as_products(num: int, x: Tensor | None, g: Tensor, entries: Entries) -> Out
 def to_front(
     x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int, start: int = 0
 ) -> Tensor:
-    """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
-
-    ``start`` axes are in front of the ``num_axes`` that number the rows.
-    """
+    """Turn ``[*, *rows, *features]``, with ``start`` axes first, into ``[*, N, S, *features]``."""
     shape, end = x.shape, start + num_axes
     if samples.axis or samples.before > 1:
         axis = start + samples.axis

@@ -35,15 +35,12 @@ class BlockSum(ABC):
     """A sum over gradients of a block, or a stack, as matrices ``[G, O, I]``; by kind.
 
     Subclasses are dataclasses. Groups are the first axis of their tensors, and of sums.
-
-    Attributes:
-        shape: The shape of these matrices.
-        has_bias: Whether the bias is the last column. I counts it.
-        by_position: Whether they are gradients of positions, not of samples.
     """
 
     shape: KroneckerShape
+    #: Whether the bias is the last column. I counts it.
     has_bias: bool
+    #: Whether these are gradients of positions, not of samples.
     by_position = False
 
     @abstractmethod
@@ -64,10 +61,7 @@ class BlockSum(ABC):
     def of_gradients(
         self, gradients: Sequence[FactoredGradient], is_alike: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield summands of the sums over a batch, given the gradients of a weight's uses.
-
-        ``is_alike`` says that the uses have matrices of this shape.
-        """
+        """Yield summands over a batch, given a weight's uses, which are of this shape or not."""
         for gradient in gradients if self.by_position else [sum_of(list(gradients))]:
             has_factors = is_alike and isinstance(gradient, FactoredGradient)
             summands = self.of_factors(gradient) if has_factors else None
@@ -175,18 +169,12 @@ def _add(
 
 
 class Summand(NamedTuple):
-    """The uses of a block's weight in a graph.
-
-    Attributes:
-        stack: The block, or the stack that it is in.
-        index: Its number there.
-        uses: The uses.
-        is_alike: Whether these have matrices of the block's shape.
-    """
+    """The uses in a graph of the weight of a stack's block."""
 
     stack: Block
     index: int
     uses: tuple[ParameterUse, ...]
+    #: Whether these have matrices of the block's shape.
     is_alike: bool
 
 

@@ -43,10 +43,7 @@ _UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 def backpropagated(
     problem: BatchProblem, samples: SampleGradients, options: Options, head: Head | None = None
 ) -> Iterator[Tensor]:
-    """Yield vectors ``[V, *output]`` whose outer products are, or replace, the loss's Hessian.
-
-    With a head, they are at its inputs.
-    """
+    """Yield vectors, at a head's inputs if any, for the loss's Hessian or what replaces it."""
     output, draws = samples.output, options.mc_samples
     if options.fisher_type is FisherType.FORWARD_ONLY:
         yield output.new_zeros(0, *output.shape)
@@ -61,12 +58,7 @@ def backpropagated(
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
-    """Add a batch to sums, whose structure changes if it shows new uses.
-
-    Raises:
-        ChangedError: If the batch uses a parameter in a way for which other sums are needed than
-            those over the batches before.
-    """
+    """Add a batch to sums, whose structure changes if it shows new uses."""
     options, counts, padding, head = sums.options, list[Tensor](), Padding(problem), None
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
@@ -128,17 +120,12 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
 
 
 class Summand(NamedTuple):
-    """What a batch adds to sums: the moments of a use's inputs, and of its output gradients.
-
-    Attributes:
-        use: The use.
-        uses: Where it is in the graph.
-        inputs: The place of the sum for A; ``None`` if another use's or no inputs are added.
-        gradients: The place of the sum for B; ``None`` if nothing is added.
-    """
+    """What a batch adds for a use: moments of its inputs, and of its output gradients."""
 
     use: LayerUse
+    #: Where it is in the graph.
     uses: tuple[ParameterUse, ...]
+    #: The places of the sums for A and B; ``None`` if nothing, or another use's, is added.
     inputs: Place | None
     gradients: Place | None
 
@@ -195,9 +182,6 @@ class Padding:
 
     Padding does not count, unless it has a gradient: then it predicts a token, or the mask belongs
     to other sequences. Names do not tell these apart: a decoder's attention reads the encoder's.
-
-    Attributes:
-        masks: The model's masks.
     """
 
     def __init__(self, problem: BatchProblem):
@@ -315,7 +299,7 @@ def _add_gradients(
 def _exact_block_gradients(
     whole: Mapping[ParameterUse, PerSampleGradient], samples: SampleGradients, u: Tensor
 ) -> Iterable[Piece]:
-    """Return the gradients of parameters with exact blocks that have rules, given those of uses.
+    """Yield the gradients of parameters with exact blocks and rules, given those of their uses.
 
     If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
     """

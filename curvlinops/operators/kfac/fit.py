@@ -33,20 +33,14 @@ BOTH = (FIT_OUTPUTS, FIT_INPUTS)
 
 @dataclass(frozen=True)
 class FitSum(BlockSum):
-    """The sums of one pass for a block.
-
-    Attributes:
-        diagonal: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``, and whether only their
-            diagonals are.
-        inputs: The matrix C for B, see above: ``[G, I, I]``, or its diagonal ``[G, I]``; ``None``
-            for the identity.
-        outputs: That for A, ``[G, O, O]`` or ``[G, O]``.
-    """
+    """The sums of one pass for a block."""
 
     shape: KroneckerShape
     has_bias: bool
+    #: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``: only their diagonals?
     diagonal: Mapping[str, bool]
     by_position: bool = False
+    #: The matrices C for B, ``[G, I, I]`` or ``[G, I]``, and for A; ``None``: the identity.
     inputs: Tensor | None = None
     outputs: Tensor | None = None
 

@@ -520,11 +520,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     # --- saving
 
     def _key_options(self, drawn: bool = True) -> dict[str, Any]:
-        """Return the options on which factors depend.
-
-        Args:
-            drawn: Whether factors of other random numbers are others.
-        """
+        """Return the options on which factors depend, perhaps without those of what is drawn."""
         names = list(_OPTIONS)
         if drawn and self.fisher_type in (FisherType.MC, FisherType.TYPE2):
             names += ["mc_samples", "seed"]
