@@ -164,10 +164,8 @@ def _in_whole(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, through the graph of the whole batch."""
     u = task.u[:, task.samples]
     sizes = u.shape[:2]
-    alone, numbers = (
-        task.u.new_zeros(*sizes, *task.u.shape[1:]),
-        torch.arange(sizes[1], device=u.device),
-    )
+    alone = task.u.new_zeros(*sizes, *task.u.shape[1:])
+    numbers = torch.arange(sizes[1], device=u.device)
     alone[:, numbers, numbers + task.samples.start] = u
     out = task.space.views(task.space.zeros(sizes.numel()))
     task.apply(alone.flatten(0, 1).flatten(1, 2), out)

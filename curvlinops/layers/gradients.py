@@ -94,14 +94,6 @@ class PerSampleGradient(ABC):
         return self.entries.shape
 
     @property
-    def before_pullback(self) -> "PerSampleGradient":
-        """Gradients w.r.t. the tensor that the layer got, before they are pulled back.
-
-        The same gradients if that tensor is the parameter, or some entries of it.
-        """
-        return self
-
-    @property
     def num_entries(self) -> int:
         """The number of the parameter's entries."""
         return prod(self.shape)
@@ -237,27 +229,19 @@ class PulledBackGradient(PerSampleGradient):
     """
 
     def __init__(
-        self,
-        inner: PerSampleGradient,
-        pullback: Callable[[Tensor], Tensor],
-        shape: Sequence[int],
+        self, inner: PerSampleGradient, pullback: Callable[[Tensor], Tensor], shape: Sequence[int]
     ):
-        self._inner, self._pullback = inner, pullback
+        self.inner, self._pullback = inner, pullback
         self.num_vectors, self.num_samples = inner.num_vectors, inner.num_samples
         self.entries = Entries.all(shape)
 
-    @property
-    def before_pullback(self) -> PerSampleGradient:
-        """Gradients w.r.t. the function's value."""
-        return self._inner
-
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pullback(self._inner.rows(samples))
+        return self._pullback(self.inner.rows(samples))
 
     def to(self, dtype: torch.dtype) -> "PulledBackGradient":
         """Return the same gradients in another dtype."""
-        return PulledBackGradient(self._inner.to(dtype), self._pullback, self.shape)
+        return PulledBackGradient(self.inner.to(dtype), self._pullback, self.shape)
 
 
 def _between(matrices: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:

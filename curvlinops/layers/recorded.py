@@ -467,19 +467,32 @@ class Arrived:
         self._batch, self.outputs, self.totals = batch, outputs, totals
         self._by_sample, self._absolute = by_sample, absolute
         self._inputs: dict[Hashable, Tensor] = {}
+        self._made: dict[ParameterUse, PerSampleGradient] = {}
 
     def keep(self, uses: Iterable[ParameterUse]) -> None:
         """Free the gradients of all other uses."""
-        self.outputs = {use: self.outputs[use] for use in uses}
+        self.outputs = {use: self.outputs[use] for use in uses if use not in self._made}
+
+    def make(self, uses: Iterable[ParameterUse]) -> dict[ParameterUse, PerSampleGradient]:
+        """Return gradients by position of some uses, which ``take`` returns again."""
+        wanted = [*uses]
+        for use in wanted:
+            if use not in self._made:
+                self._made[use] = self.take(use, by_position=True)
+        return {use: self._made[use] for use in wanted}
 
     def stacks(
         self,
         uses_of: Mapping[Item, Sequence[ParameterUse]],
-        treatment: Callable[[Item], Hashable] = lambda item: None,
-    ) -> Iterator[list[Item]]:
-        """Yield items whose uses are equal, one by one, and that are treated alike."""
-        for items in stacks_of(uses_of, treatment):
-            yield from self.in_steps(items, uses_of)
+        treatment: Callable[[Item], Hashable],
+    ) -> Iterator[tuple[list[Item], list[PerSampleGradient]]]:
+        """Yield items that are treated alike and have equal uses, and the gradients of these."""
+        made = {i for i, uses in uses_of.items() if not self._made.keys().isdisjoint(uses)}
+        for items in stacks_of(uses_of, lambda i: i if i in made else treatment(i)):
+            for some in self.in_steps(items, uses_of):
+                columns = zip(*(uses_of[i] for i in some), strict=True)
+                # memory of gradients that the caller has used is given back at once
+                yield some, [self.take(*uses, by_position=True) for uses in columns]
 
     def in_steps(
         self,
@@ -518,7 +531,10 @@ class Arrived:
         With ``by_position``, those of biases become sums over positions, with inputs of one, and
         are not written down; with ``elementwise``, those of all elementwise functions do.
         """
-        use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
+        use, num = uses[0], len(uses)
+        if use in self._made:
+            return self._made.pop(use)
+        rule = self._batch.rule(use)
         x, g = self._factors(uses, by_position and rule.matrices is not None)
         is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
         make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)

@@ -180,11 +180,6 @@ class LayerFacts:
     def __reduce__(self) -> tuple:
         return LayerFacts, ()  # hashes and types of nodes are those of this process
 
-    def add(self, operations: int, names: set[str]) -> None:
-        """Add parameters whose rules agree with autograd in a graph."""
-        self.checked[operations] = self.checked.get(operations, set()) | names
-        self.forget_old()
-
     def forget_old(self) -> None:
         """Forget the oldest facts of graphs if there are too many."""
         for facts, limit in ((self.checked, NUM_GRAPHS), (self.graphs, NUM_KNOWN)):
@@ -215,21 +210,14 @@ class SampleBackward:
         self._facts = LayerFacts()
         self._fallback = OneByOne(independent)
 
-    def capture(
-        self,
-        problem: BatchProblem,
-    ) -> SampleGradients:
+    def capture(self, problem: BatchProblem) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed."""
         self._facts = problem.rules(LayerFacts)
         states = GeneratorStates()
         batch = self._record(problem, states)
         return SampleGradients(problem, batch, self, self._fallback, states)
 
-    def _record(
-        self,
-        problem: BatchProblem,
-        states: GeneratorStates,
-    ) -> RecordedBatch | None:
+    def _record(self, problem: BatchProblem, states: GeneratorStates) -> RecordedBatch | None:
         """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
         batch = self._run(problem, names, states) if names else None
@@ -285,7 +273,9 @@ class SampleBackward:
         """Compare the rules with autograd; see ``RecordedBatch.check``."""
         wrong, zero = batch.check(u, one, names)
         self._use_fallback(wrong, "its rule does not agree with autograd")
-        self._facts.add(batch.operations, set(names) - zero - set(wrong))
+        checked = self._facts.checked
+        agree = set(names) - zero - set(wrong)
+        checked[batch.operations] = checked.get(batch.operations, set()) | agree
         batch.drop(self.fallbacks)
 
     # --- samples of rows

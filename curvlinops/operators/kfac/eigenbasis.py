@@ -53,8 +53,6 @@ class Basis(BlockSum):
         squares = gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)
         return None if squares is None else [{MOMENT: squares}]
 
-    has_head = True
-
     def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""
         gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]

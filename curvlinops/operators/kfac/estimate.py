@@ -27,13 +27,7 @@ from curvlinops.operators.kfac.moments import gradient_factor, input_factor
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.structure import Place
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.operators.vectors import (
-    Head,
-    head_of,
-    hessian_roots,
-    mark_last,
-    sampled_gradients,
-)
+from curvlinops.operators.vectors import Head, head_of, hessian_roots, mark_last, sampled_gradients
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.warnings import warn
 
@@ -75,17 +69,16 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             sharing = () if padding.masks else _sharing(layers, arrived, {}, options)
             uses = _learned(sums, samples, layers, sharing)
         exact = sums.structure.exact
-        whole = {x: arrived.take(x, by_position=True) for x in samples.uses if x.name in exact}
+        whole = arrived.make(x for x in samples.uses if x.name in exact)
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
-        # memory of gradients that were added is given back at once
         known = "factored", sums.structure
         factored = samples.known(known, partial(_factored, sums, layers))
-        arrived.keep(x for x in chain(*factored.values()) if x not in whole)
-        taken, counting = {x: whole[x] for x in chain(*factored.values()) if x in whole}, {}
+        arrived.keep(chain(*factored.values()))
+        counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            taken |= {place: arrived.take(place, by_position=True) for place in [*arrived.outputs]}
-            padding.note(taken)
-            counting = {place: padding.counting(place) for place in taken} if last else {}
+            made = arrived.make(chain(*factored.values()))
+            padding.note(made)
+            counting = {place: padding.counting(place) for place in made} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
@@ -93,19 +86,12 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             summands = samples.known(known, partial(_summands, sums, factored, uses.inputs))
             uses_of = {i: x.uses for i, x in enumerate(summands)}
             treatments = [x.stacks for x in summands]
-        later = {i: x for i, x in uses_of.items() if x[0] not in taken}
-        single, alike = uses_of.keys() - later, arrived.stacks(later, treatments.__getitem__)
-        for some in chain(([i] for i in sorted(single)), alike):
+        for some, gradients in arrived.stacks(uses_of, treatments.__getitem__):
             stack = [summands[i] for i in some]
-            columns = [*zip(*(x.uses for x in stack), strict=True)]
-            gradients = [
-                taken.pop(uses[0]) if uses[0] in taken else arrived.take(*uses, by_position=True)
-                for uses in columns
-            ]
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
             if stack[0].inputs is not None and last:
-                masks = [counting.get(uses[0]) for uses in columns]
+                masks = [counting.get(use) for use in stack[0].uses]
                 counts.append(_add_inputs(sums, stack, gradients, masks))
             if stack[0].gradients is not None:
                 _add_gradients(sums, stack, gradients)
@@ -303,17 +289,11 @@ def _exact_block_gradients(
 
     If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
     """
-    summands: dict[str, list[ParameterUse]] = {}
-    for place in whole:
-        summands.setdefault(place.name, []).append(place)
-    unassigned = {
-        name for name, places in summands.items() if any(x.samples is None for x in places)
-    }
-    known = {
-        name: sum_of([whole[place] for place in places])
-        for name, places in summands.items()
-        if name not in unassigned
-    }
+    unassigned, summands = {use.name for use in whole if use.samples is None}, {}
+    for use, gradient in whole.items():
+        if use.name not in unassigned:
+            summands.setdefault(use.name, []).append(gradient)
+    known = {name: sum_of(gradients) for name, gradients in summands.items()}
     one_by_one = samples.one_by_one(u, unassigned.difference(samples.fallbacks))
     return chain([(slice(0, samples.num_samples), known)], one_by_one)
 

@@ -15,13 +15,7 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, moment, rotated
 from curvlinops.operators.kfac.block_sums import BlockSum
-from curvlinops.operators.kfac.blocks import (
-    FIT_INPUTS,
-    FIT_OUTPUTS,
-    Block,
-    Stack,
-    moment_factor,
-)
+from curvlinops.operators.kfac.blocks import FIT_INPUTS, FIT_OUTPUTS, Block, Stack, moment_factor
 from curvlinops.operators.kfac.options import FitType, Options
 from curvlinops.operators.kfac.sums import FactorSums, moved
 from curvlinops.structured.block_diagonal import about

@@ -347,9 +347,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return {stack: x for stack, x in part.tensors.items() if stack != WEIGHT}
 
     def _forward_passes(
-        self,
-        problems: Iterable[BatchProblem],
-        sums: FactorSums,
+        self, problems: Iterable[BatchProblem], sums: FactorSums
     ) -> Iterator[tuple[BatchProblem, SampleGradients]]:
         """Yield batches that have samples with their forward passes, and count all batches."""
         for problem in problems:

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
-from curvlinops.operators.kfac.blocks import (
-    BASES,
-    COUNTS,
-    INPUTS,
-    WEIGHT,
-    Stack,
-    Uses,
-)
+from curvlinops.operators.kfac.blocks import BASES, COUNTS, INPUTS, WEIGHT, Stack, Uses
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.operators.kfac.structure import Structure, structure_of
@@ -138,11 +131,7 @@ class FactorSums:
 
     @classmethod
     def joined(
-        cls,
-        source: str,
-        parts: Iterable["FactorSums"],
-        space: ParameterSpace,
-        options: Options,
+        cls, source: str, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
     ) -> "FactorSums":
         """Return the means of all parameters, from parts of one source and of the same data."""
         needed, there = list[FactorSums](), set[str]()
