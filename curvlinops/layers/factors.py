@@ -29,12 +29,6 @@ class KroneckerShape(NamedTuple):
     #: Whether inputs are ones, as those of biases are.
     is_bias: bool = False
 
-    @classmethod
-    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "KroneckerShape | None":
-        """Return the shape of a use's gradients, ``None`` if they have no Kronecker factors."""
-        shape = gradient.kronecker_shape
-        return shape._replace(is_bias=True) if shape and is_bias else shape
-
 
 def relation(shape: KroneckerShape, other: KroneckerShape) -> str | None:
     """Return how entries of two products for one parameter are related, ``None`` if they are not.

@@ -561,7 +561,7 @@ class Arrived:
         x = self._rows_of_inputs(uses, order, is_kept)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
-        g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
+        g = wide(to_front(g.detach() if g.requires_grad else g, *order))
         if num > 1:
             g = _side_by_side(g.unflatten(0, (num, -1)), 3)
         if self._absolute:
@@ -582,7 +582,7 @@ class Arrived:
         others = [(x if x.layout is torch.strided else x.to_dense()).detach() for x in others]
         x = others[0].unsqueeze(0) if len(others) == 1 else torch.stack(others)
         to_inputs = self._batch.rule(uses[0]).to_inputs
-        x = wide(to_front(x if to_inputs is None else to_inputs(x), *order, start=1))
+        x = wide(to_front(x if to_inputs is None else to_inputs(x), *order))
         if len(uses) > 1:
             return _side_by_side(x, 2)
         if is_kept:
@@ -616,17 +616,14 @@ def _as_products(num: int, x: Tensor | None, g: Tensor, entries: Entries) -> Out
     return OuterProducts(ones, g.reshape(*g.shape[:3], num, entries.view.size // num), entries)
 
 
-def to_front(
-    x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int, start: int = 0
-) -> Tensor:
-    """Turn ``[*, *rows, *features]``, with ``start`` axes first, into ``[*, N, S, *features]``."""
-    shape, end = x.shape, start + num_axes
+def to_front(x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int) -> Tensor:
+    """Turn ``[n, *rows, *features]``, with so many axes of rows, into ``[n, N, S, *features]``."""
+    shape, end = x.shape, 1 + num_axes
     if samples.axis or samples.before > 1:
-        axis = start + samples.axis
-        x = x.unflatten(axis, (samples.before, num_samples, samples.after))
-        x = x.movedim(axis + 1, start)
-    rows = prod(shape[start:end]) // num_samples
-    return x.reshape(*shape[:start], num_samples, rows, *shape[end:])
+        axis = 1 + samples.axis
+        x = x.unflatten(axis, (samples.before, num_samples, samples.after)).movedim(axis + 1, 1)
+    rows = prod(shape[1:end]) // num_samples
+    return x.reshape(shape[0], num_samples, rows, *shape[end:])
 
 
 def _at_output(node: Any, gradients: list[Tensor | None], num_vectors: int) -> Tensor:

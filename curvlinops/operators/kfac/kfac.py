@@ -188,11 +188,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         sums = self._compute(self._no_sums(self.space.names))
         self._set_sums(sums)
 
-    def _placed(self, sums: FactorSums) -> FactorSums:
-        """Return those of some means that are in memory or in files that this process needs."""
-        sums = replace(sums, ranks=self.risk.ranks)
-        return sums.distributed().own() if self._is_partitioned else sums
-
     def _no_sums(self, names: list[str]) -> FactorSums:
         """Return empty sums for some parameters."""
         space = self.space.restricted(names)
@@ -564,7 +559,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
         sums.check_samples(source, self._num_samples)
-        self._set_sums(self._placed(sums))
+        sums = replace(sums, ranks=self.risk.ranks)
+        self._set_sums(sums.distributed().own() if self._is_partitioned else sums)
 
     @property
     def _num_samples(self) -> int | None:
