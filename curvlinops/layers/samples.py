@@ -276,6 +276,7 @@ class SampleBackward:
         checked = self._facts.checked
         agree = set(names) - zero - set(wrong)
         checked[batch.operations] = checked.get(batch.operations, set()) | agree
+        self._facts.forget_old()
         batch.drop(self.fallbacks)
 
     # --- samples of rows
