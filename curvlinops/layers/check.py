@@ -34,15 +34,13 @@ class Comparison:
     """Compares sums of parameters' gradients with autograd's, one stack after the other.
 
     They are computed in a least precise ``dtype``; ``eps`` is the rounding error of the output's.
-
-    Attributes:
-        sizes: The norms of autograd's sums.
     """
 
     def __init__(self, dtype: torch.dtype, eps: float):
         self._dtype, self._tolerance = dtype, tolerance_of(dtype)
         # sums that cancel leave rounding errors, also those of a softmax in float32
         self._noise = max(0.01 * self._tolerance, 2 * eps, 2 * torch.finfo(torch.float32).eps)
+        #: The norms of autograd's sums.
         self.sizes: dict[str, float] = {}
         self._errors: dict[str, float] = {}
         self._bounds: dict[str, float] = {}

@@ -69,16 +69,11 @@ class _InGroups(NamedTuple):
 
 
 class _Filters(NamedTuple):
-    """Returns gradients of filters as matrix products with patches of the input.
-
-    Attributes:
-        kernel: The kernel's lengths.
-        channels: The number of channels in a group.
-        options: Stride, padding and dilation.
-    """
+    """Returns gradients of filters, with the channels of a group, as products with patches."""
 
     kernel: tuple[int, ...]
     channels: int
+    #: Stride, padding and dilation.
     options: tuple[Any, ...]
 
     def __call__(self, images: Tensor, g: Tensor, entries: Entries) -> PerSampleGradient:

@@ -34,12 +34,7 @@ def embedding(node: Any, position: int) -> Use | None:
 
 
 class _Rows(NamedTuple):
-    """Returns gradients of a table whose rows are looked up.
-
-    Attributes:
-        num_rows: The number of the table's rows.
-        padding: The row that is a constant; -1 for none.
-    """
+    """Returns gradients of a table whose rows are looked up; ``padding`` is -1 for none."""
 
     num_rows: int
     padding: int
@@ -124,15 +119,10 @@ def _are_whole(rows: Tensor, columns: Tensor, shape: Sequence[int]) -> bool:
 
 
 class EmbeddingGradient(FactoredGradient):
-    """Sums of output gradients over the positions that looked up a row of a table.
+    """Sums of output gradients ``[V, N, S, I]`` at the rows of a table, ``indices`` ``[N, S]``.
 
-    As sums of outer products, the inputs are rows of an identity matrix.
-
-    Args:
-        indices: The rows that were looked up, ``[N, S]``.
-        g: Output gradients ``[V, N, S, I]``.
-        entries: The entries of the table, row by row.
-        padding: The row that is a constant; -1 for none.
+    As sums of outer products, the inputs are rows of an identity matrix. The row ``padding`` is a
+    constant; -1 for none.
     """
 
     def __init__(self, indices: Tensor, g: Tensor, entries: Entries, padding: int = -1):

@@ -16,37 +16,24 @@ from curvlinops.support.files import recorded
 
 @recorded
 class KroneckerShape(NamedTuple):
-    """A Kronecker product for some entries of a parameter.
+    """G blocks ``[O, I]`` of a parameter's entries, whose Kronecker products have G blocks, too."""
 
-    Attributes:
-        groups: G; the matrix is block-diagonal, with a block for each group.
-        outputs: O, the size of a group's output gradients.
-        inputs: I, the size of a group's inputs.
-        view: The entries ``[G, O, I]``.
-        one_hot_inputs: Whether inputs have a single one among zeros.
-        is_bias: Whether inputs are ones, as those of biases are.
-    """
-
+    #: G, O and I.
     groups: int
     outputs: int
     inputs: int
+    #: The entries ``[G, O, I]``.
     view: ParameterView
+    #: Whether inputs have a single one among zeros.
     one_hot_inputs: bool = False
+    #: Whether inputs are ones, as those of biases are.
     is_bias: bool = False
-
-    @classmethod
-    def of(cls, gradient: PerSampleGradient, is_bias: bool) -> "KroneckerShape | None":
-        """Return the shape of a use's gradients, ``None`` if they have no Kronecker factors."""
-        shape = gradient.kronecker_shape
-        return shape._replace(is_bias=True) if shape and is_bias else shape
 
 
 def relation(shape: KroneckerShape, other: KroneckerShape) -> str | None:
-    """Return how the entries of two Kronecker products for one parameter are related.
+    """Return how entries of two products for one parameter are related, ``None`` if they are not.
 
-    Returns:
-        ``"same"``; ``"transposed"``, where the outputs of one are the inputs of the other; or
-        ``None``.
+    ``"same"``, or ``"transposed"``, where the outputs of one are the inputs of the other.
     """
     if (shape.groups, shape.is_bias) != (other.groups, other.is_bias):
         return None
@@ -90,25 +77,16 @@ class FactoredGradient(PerSampleGradient):
         return ((rotated(x, inputs), rotated(g, outputs)) for x, g in self.positions())
 
     def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sum of the inputs' outer products, and the number of inputs.
+        """Return the sum of the inputs' outer products, ``[G, I, I]``, and their number.
 
-        Args:
-            diagonal: Whether only the diagonal is wanted.
-            mask: The inputs that count, ``[N, S]``. Default: all.
-
-        Returns:
-            The sum over samples and positions, ``[G, I, I]`` or ``[G, I]``, and a scalar.
+        Only the ``diagonal``, ``[G, I]``, if wanted; of inputs in the mask ``[N, S]``, or of all.
         """
         x = self.inputs()
         x = x.flatten(0, 1) if mask is None else x[mask]
         return moment(x, diagonal), torch.tensor(len(x), device=x.device)
 
     def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``.
-
-        Args:
-            mask: The inputs that count, ``[N, S]``. Default: all.
-        """
+        """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``."""
         x = self.inputs()
         if mask is None:
             return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
@@ -137,12 +115,8 @@ class FactoredGradient(PerSampleGradient):
     ) -> Tensor | None:
         """Return the sum of squared entries in another basis, ``None`` if matrices are cheaper.
 
-        Args:
-            outputs: The basis of the matrices' columns, ``[G, O, O]``; ``None`` for the standard
-                basis.
-            inputs: The basis of their rows, ``[G, I, I]``; ``None`` for the standard basis.
-            has_bias: Whether the gradient of a bias is appended to the matrices, as last column. I
-                counts it.
+        Columns have the basis ``[G, O, O]``, rows ``[G, I, I]``; ``None`` is the standard basis.
+        With ``has_bias``, the gradient of a bias is the last column, which I counts.
         """
         return None
 

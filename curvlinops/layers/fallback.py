@@ -27,11 +27,7 @@ _LOGGER = logging.getLogger("curvlinops")
 
 
 def check_layers(problem: BatchProblem, names: Iterable[str], reasons: Mapping[str, str]) -> None:
-    """Refuse sharded parameters whose gradients are computed sample by sample.
-
-    Raises:
-        NotImplementedError: If one of them is sharded.
-    """
+    """Refuse, by name, sharded parameters whose gradients are computed sample by sample."""
     for name in names:
         if name in problem.model.shards.params:
             reason = reasons.get(name, "it is not known to which samples its layer's rows belong")
@@ -47,22 +43,16 @@ class InteractingError(ValueError):
 
 
 class _Task(NamedTuple):
-    """Vectors to backpropagate, and the parameters that get gradients.
-
-    Attributes:
-        problem: The model on the batch.
-        space: The parameters.
-        output: The model's output on the batch, ``[N, S, *]``, with S rows for each sample.
-        u: The vectors, ``[V, N, S, *]``.
-        samples: The samples whose gradients are wanted.
-        apply: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
-    """
+    """Vectors ``u`` to backpropagate through an output, and the parameters that get gradients."""
 
     problem: BatchProblem
     space: ParameterSpace
+    #: The model's output on the batch, ``[N, S, *]``; vectors are ``[V, N, S, *]``.
     output: Tensor
     u: Tensor
+    #: The samples whose gradients are wanted.
     samples: slice
+    #: Adds gradients of ``[K, *output]`` to K columns, through the batch's graph.
     apply: Callable[[Tensor, Columns], None]
 
     def check_output(self, output: Tensor, samples: slice) -> None:
@@ -75,16 +65,12 @@ class _Task(NamedTuple):
 class OneByOne:
     """Backpropagates vectors to parameters without rules, sample by sample.
 
-    Each batch is computed by the first way whose gradients agree with the batch's graph.
-
-    Args:
-        independent: Whether samples that interact are refused.
-
-    Attributes:
-        is_whole: Whether only the graph of the whole batch has them.
+    Each batch is computed by the first way whose gradients agree with the batch's graph. If
+    ``independent``, samples that interact are refused.
     """
 
     def __init__(self, independent: bool):
+        #: Whether only the graph of the whole batch has the gradients.
         self._independent, self._has_warned, self.is_whole = independent, False, False
 
     def gradients(
@@ -178,10 +164,8 @@ def _in_whole(task: _Task) -> Columns:
     """Return gradients ``[V, n, *parameter]``, through the graph of the whole batch."""
     u = task.u[:, task.samples]
     sizes = u.shape[:2]
-    alone, numbers = (
-        task.u.new_zeros(*sizes, *task.u.shape[1:]),
-        torch.arange(sizes[1], device=u.device),
-    )
+    alone = task.u.new_zeros(*sizes, *task.u.shape[1:])
+    numbers = torch.arange(sizes[1], device=u.device)
     alone[:, numbers, numbers + task.samples.start] = u
     out = task.space.views(task.space.zeros(sizes.numel()))
     task.apply(alone.flatten(0, 1).flatten(1, 2), out)
@@ -189,11 +173,7 @@ def _in_whole(task: _Task) -> Columns:
 
 
 def _check_gradients(gradients: Columns, task: _Task) -> None:
-    """Compare with the graph of the whole batch, of which other samples get no gradient.
-
-    Raises:
-        InteractingError: If both differ.
-    """
+    """Raise an InteractingError if the batch's graph gives other gradients of these samples."""
     some, truth = torch.zeros_like(task.u), task.space.views(task.space.zeros(len(task.u)))
     some[:, task.samples] = task.u[:, task.samples]
     task.apply(some.flatten(1, 2), truth)

@@ -26,12 +26,7 @@ _CACHED = 2**18
 
 
 class Entries(NamedTuple):
-    """The entries of a parameter that a layer uses, and their order there.
-
-    Attributes:
-        view: The entries.
-        shape: The parameter's shape.
-    """
+    """The entries of a parameter of some shape that a layer uses, and their order there."""
 
     view: ParameterView
     shape: tuple[int, ...]
@@ -63,15 +58,11 @@ class Entries(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """K matrices ``[out, in]`` of a parameter's shape, with ``in`` all axes but the first.
+    """K matrices ``left @ right`` of a parameter's shape, all axes but the first as columns."""
 
-    Attributes:
-        left: ``[K, out, r]``.
-        right: ``[K, r, in]``.
-        shape: The parameter's shape.
-    """
-
+    #: ``[K, out, r]``.
     left: Tensor
+    #: ``[K, r, in]``.
     right: Tensor
     shape: tuple[int, ...]
 
@@ -86,35 +77,21 @@ def dense(columns: Tensor | LowRank) -> Tensor:
 
 
 class PerSampleGradient(ABC):
-    """Gradients ``[V, N, *parameter]``, not necessarily written down.
-
-    Attributes:
-        num_vectors: V.
-        num_samples: N.
-        entries: The entries of the parameter of which there are gradients; others are zero.
-        kronecker_shape: The ``KroneckerShape`` of sums of outer products, ``None`` for others.
-        parts: The parameters of which there are gradients side by side, and their entries; empty
-            for those of one parameter.
-    """
+    """Gradients ``[V, N, *parameter]``, not necessarily written down."""
 
     num_vectors: int
     num_samples: int
+    #: The entries of the parameter of which there are gradients; others are zero.
     entries: Entries
+    #: The ``KroneckerShape`` of sums of outer products, ``None`` for others.
     kronecker_shape: tuple | None = None
+    #: The parameters of which there are gradients side by side; empty if there is one.
     parts: "tuple[tuple[str, Entries], ...]" = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The parameter's shape."""
         return self.entries.shape
-
-    @property
-    def before_pullback(self) -> "PerSampleGradient":
-        """Gradients w.r.t. the tensor that the layer got, before they are pulled back.
-
-        The same gradients if that tensor is the parameter, or some entries of it.
-        """
-        return self
 
     @property
     def num_entries(self) -> int:
@@ -179,11 +156,9 @@ class PerSampleGradient(ABC):
         raise NotImplementedError
 
     def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
-        """Return sums of products ``B^T G A`` with matrices G, ``[V, N, g, p, q]``.
+        """Return sums of products ``B^T G A``, ``[V, N, g, p, q]``, for pairs B and A as ``terms``.
 
-        Args:
-            shape: The ``KroneckerShape`` of G, ``[g, O, I]``: some entries of the parameter.
-            terms: B and A of each product.
+        The matrices G have a ``KroneckerShape``, ``[g, O, I]``: some entries of the parameter.
         """
         groups, num_outputs, num_inputs, view, *_ = shape
         pieces = []
@@ -206,12 +181,7 @@ class PerSampleGradient(ABC):
 
 
 class DenseGradient(PerSampleGradient):
-    """Gradients that are written down.
-
-    Args:
-        values: The gradients, ``[V, N, *]``.
-        entries: The entries of the parameter. Default: all.
-    """
+    """Gradients of some entries, by default all, that are written down, ``[V, N, *]``."""
 
     def __init__(self, values: Tensor, entries: Entries | None = None):
         self._values = values
@@ -255,34 +225,23 @@ class GradientSum(PerSampleGradient):
 class PulledBackGradient(PerSampleGradient):
     """Gradients with respect to a parameter, if a layer uses a function of it.
 
-    Args:
-        inner: The gradients with respect to the function's value.
-        pullback: Turns these, ``[V, n, *value]``, into gradients ``[V, n, *shape]``.
-        shape: The parameter's shape.
+    A pullback turns those of the function's value, ``[V, n, *value]``, into ``[V, n, *shape]``.
     """
 
     def __init__(
-        self,
-        inner: PerSampleGradient,
-        pullback: Callable[[Tensor], Tensor],
-        shape: Sequence[int],
+        self, inner: PerSampleGradient, pullback: Callable[[Tensor], Tensor], shape: Sequence[int]
     ):
-        self._inner, self._pullback = inner, pullback
+        self.inner, self._pullback = inner, pullback
         self.num_vectors, self.num_samples = inner.num_vectors, inner.num_samples
         self.entries = Entries.all(shape)
 
-    @property
-    def before_pullback(self) -> PerSampleGradient:
-        """Gradients w.r.t. the function's value."""
-        return self._inner
-
     def values(self, samples: slice) -> Tensor:
         """Return the gradients of some samples."""
-        return self._pullback(self._inner.rows(samples))
+        return self._pullback(self.inner.rows(samples))
 
     def to(self, dtype: torch.dtype) -> "PulledBackGradient":
         """Return the same gradients in another dtype."""
-        return PulledBackGradient(self._inner.to(dtype), self._pullback, self.shape)
+        return PulledBackGradient(self.inner.to(dtype), self._pullback, self.shape)
 
 
 def _between(matrices: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:

@@ -21,15 +21,7 @@ _ALIKE = 8
 
 
 class Graph:
-    """What decides about a graph, given all nodes, inputs first, and what replaces parameters.
-
-    Attributes:
-        leaves: The numbers of the leaves that are parameters, and their names.
-        others: The numbers of all other leaves.
-        runs_python: Whether backward passes run the user's code.
-        operations: A hash of the operations.
-        plans: The uses in such graphs, by the number of samples and the parameters.
-    """
+    """What decides about a graph, given all nodes, inputs first, and what replaces parameters."""
 
     def __init__(self, output: Tensor, nodes: Sequence[Any], parameters: Mapping[str, Tensor]):
         names = {id(x): name for name, x in parameters.items()}
@@ -38,10 +30,14 @@ class Graph:
         self._output = output.output_nr
         records = [(i, *_record(x, numbers, found.get(i))) for i, x in enumerate(nodes)]
         self._records = records[::-1]  # what uses a node comes before it
+        #: The numbers of the leaves that are parameters, and their names; of all others.
         self.leaves = {number: name for number, name in found.items() if name is not None}
         self.others = [number for number, name in found.items() if name is None]
+        #: Whether backward passes run the user's code.
         self.runs_python = any(map(is_python, nodes))
+        #: A hash of the operations.
         self.operations = hash(tuple(node.name() for node in nodes))
+        #: The uses in such graphs, by the number of samples and the parameters.
         self.plans: dict[Hashable, Any] = {}
 
     def match(self, output: Tensor, parameters: Mapping[str, Tensor]) -> list[Any] | None:

@@ -18,14 +18,10 @@ _FEW_CHANNELS = 8
 
 
 class Inputs(ABC):
-    """Inputs ``[N, S, G, I]``, perhaps made for some samples at a time.
-
-    Attributes:
-        shape: N, S, G and I.
-        in_memory: Whether they take memory already.
-    """
+    """Inputs ``[N, S, G, I]``, perhaps made for some samples at a time."""
 
     shape: tuple[int, ...]
+    #: Whether they take memory already.
     in_memory = False
 
     @abstractmethod
@@ -54,11 +50,7 @@ class Inputs(ABC):
 
 
 class StoredInputs(Inputs):
-    """Inputs in memory.
-
-    Args:
-        values: The inputs, ``[N, S, G, I]``.
-    """
+    """Inputs ``[N, S, G, I]`` in memory."""
 
     in_memory = True
 
@@ -78,11 +70,8 @@ class StoredInputs(Inputs):
 class Patches(Inputs):
     """Patches of the samples' images, ``[N, images * positions, groups, channels * kernel]``.
 
-    They take much more memory than the images, and are made for some samples at a time.
-
-    Args:
-        images: The images of each sample, ``[N, S, C, *I]``.
-        window: The patches.
+    They take much more memory than the images ``[N, S, C, *I]``, and are made for some samples at a
+    time.
     """
 
     def __init__(self, images: Tensor, window: Window):

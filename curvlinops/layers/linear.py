@@ -13,9 +13,9 @@ from curvlinops.support.autograd_graph import shape_of_input
 from curvlinops.support.torch_internals import shape_of_output
 
 
-@reads("MmBackward0")
+@reads("MmBackward0", "BmmBackward0")
 def mm(node: Any, position: int) -> Use | None:
-    """``self @ mat2``."""
+    """``self @ mat2``, perhaps for each entry of a batch."""
     return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
 
 
@@ -27,12 +27,6 @@ def addmm(node: Any, position: int) -> Use | None:
         return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
     other = "_saved_mat2" if position == 1 else "_saved_mat1"
     return _factor(node, position == 1, other, node._saved_alpha)
-
-
-@reads("BmmBackward0")
-def bmm(node: Any, position: int) -> Use | None:
-    """``self @ mat2``, for each entry of a batch."""
-    return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
 
 
 @reads("BaddbmmBackward0")
@@ -50,7 +44,7 @@ def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
     """``self[start:end] @ mat2[i]``, as for routed experts, or a product of batches."""
     x, w_shape, ends = node._saved_self, shape_of_input(node, 1), node._saved_offs
     if ends is None:
-        return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
+        return mm(node, position)
     if position == 0 or x.ndim != 2 or len(w_shape) != 3:
         return None
     ends = ends.tolist()

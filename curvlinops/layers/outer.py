@@ -24,12 +24,9 @@ _COPY = 16
 
 
 class OuterProducts(FactoredGradient):
-    """Sums of outer products over positions: ``sum_s g[v, n, s] x[n, s]^T``, for each group.
+    """Sums over positions ``sum_s g[v, n, s] x[n, s]^T``: matrices ``[G, O, I]`` of some entries.
 
-    Args:
-        x: Inputs ``[N, S, G, I]``.
-        g: Output gradients ``[V, N, S, G, O]``.
-        entries: The entries of the parameter, as matrices ``[G, O, I]``.
+    Of inputs ``[N, S, G, I]`` and output gradients ``[V, N, S, G, O]``.
     """
 
     def __init__(self, x: Tensor | Inputs, g: Tensor, entries: Entries):
@@ -299,10 +296,9 @@ class OuterProducts(FactoredGradient):
 
 
 def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:
-    """Return ``g^T P x`` for K matrices P, ``[V, n, S, K]``.
+    """Return ``g^T P x`` for K matrices P, ``[V, n, S, K]``, without a copy of them.
 
-    The order of their axes in memory decides with which factor they are multiplied first, so that
-    they need no copy.
+    The order of their axes in memory decides with which factor they are multiplied first.
     """
     if matrices.shape[1] > 1:
         products = torch.einsum("nsgi,kgoi->nskgo", x, matrices)

@@ -32,22 +32,16 @@ _AXES = {1: ("k", "o"), 2: ("k l", "o p"), 3: ("k l m", "o p q")}
 class Window(NamedTuple):
     """The patches that a convolution multiplies with its weight.
 
-    At position k in the kernel, position o of the output sees position
-    ``o * stride + k * dilation - before`` of the input along each axis, and zero outside of it.
-
-    Args:
-        kernel_size: The kernel's lengths.
-        stride: Steps between patches.
-        pads: Zeros before and behind each axis; negative numbers crop.
-        dilation: Steps within a patch.
-        size: Number of patches along each axis.
-        groups: Number of groups of channels.
+    At position k in the kernel, position o of the output sees position ``o * stride + k * dilation
+    - before`` of the input along each axis, and zero outside of it.
     """
 
     kernel_size: Sequence[int]
     stride: Sequence[int]
+    #: Zeros before and behind each axis; negative numbers crop.
     pads: Sequence[tuple[int, int]]
     dilation: Sequence[int]
+    #: Number of patches along each axis.
     size: Sequence[int]
     groups: int
 
@@ -61,11 +55,7 @@ class Window(NamedTuple):
         dilation: Lengths,
         groups: int,
     ) -> "Window":
-        """Return the window for ``x``, ``[N, C, *I]``, and the arguments of ``extract_patches``.
-
-        Raises:
-            ValueError: If there are no such patches.
-        """
+        """Return the window for ``x``, ``[N, C, *I]``, and the arguments of ``extract_patches``."""
         dims = x.ndim - 2
         if dims < 1:
             raise ValueError(
@@ -127,11 +117,7 @@ def lengths(values: Lengths, dims: int) -> tuple[int, ...]:
 def both_sides(
     padding: Padding, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return the padding before and behind each axis.
-
-    Raises:
-        ValueError: If there is no such padding.
-    """
+    """Return the padding before and behind each axis, or raise a ValueError if there is none."""
     if isinstance(padding, str):
         if padding not in ("same", "valid"):
             raise ValueError(f"Unknown padding {padding!r}: use numbers, pairs, 'same' or 'valid'.")

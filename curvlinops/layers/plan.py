@@ -18,18 +18,13 @@ Fact = TypeVar("Fact")
 
 
 class Plan:
-    """The uses of parameters in a graph.
-
-    Attributes:
-        uses: The uses.
-        read: The same, and the lookups in tables of which they are functions.
-        stacks: The same, with equal ones together, which can be computed at once.
-        unread: The parameters that meet data at a node whose rule is not known.
-    """
+    """The uses of parameters in a graph; ``unread`` are used at a node whose rule is not known."""
 
     def __init__(self, uses: Iterable[ParameterUse], unread: Iterable[str]):
         self.uses, self.unread = tuple(uses), frozenset(unread)
+        #: The uses, and the lookups in tables of which they are functions.
         self.read = (*self.uses, *(use.lookup for use in self.uses if use.lookup is not None))
+        #: The uses, with equal ones together, which can be computed at once.
         self.stacks: tuple[tuple[ParameterUse, ...], ...] = ()
         self._facts: dict[Hashable, Any] = {}
 

@@ -41,39 +41,33 @@ class ParameterUse:
     """A node at which a parameter, or a function of parameters, meets data.
 
     It has no tensors and no nodes, but their numbers: it is the same in all equal graphs.
-
-    Attributes:
-        call: The number of the product, the same for a product with a weight and its bias.
-        node: The number of the node.
-        position: The argument's position among the node's inputs.
-        use: The way in which the node's output depends on the argument; its ``structure``, if it
-            is not settled.
-        source: The argument, a function of parameters: the number of a node, and of its output.
-        shape: The shape of the argument.
-        view_of: Its entries of a parameter, ``None`` if it is another function.
-        lookup: The lookup in a table at constant indices, such as those of positions, whose rows
-            the argument is a function of, row by row; ``None`` without.
-        name: The parameter. The argument may depend on others, too.
-        whole: The shape of the parameter.
-        expanded: The node that expands the argument for a product of batches; ``None`` without.
-        samples: The axis of the rows that numbers the samples; ``None`` if it is not known.
-        kind: Equal for uses of parameters that can be computed together; ``None`` for others.
-        factor: What the kind knows of the other factor, see ``facts_of``.
     """
 
+    #: The number of the product, the same for a product with a weight and its bias.
     call: int
+    #: The number of the node, and the argument's position among its inputs.
     node: int
     position: int
+    #: How the output depends on the argument; its ``structure``, if it is not settled.
     use: Use
+    #: The argument, a function of parameters: the number of a node, and of its output.
     source: tuple[int, int]
     shape: tuple[int, ...]
+    #: Its entries of a parameter, ``None`` if it is another function.
     view_of: ViewOf | None
+    #: The lookup in a table at constant indices, such as those of positions, whose rows the
+    #: argument is a function of, row by row; ``None`` without.
     lookup: "ParameterUse | None"
+    #: The parameter, and its shape. The argument may depend on others, too.
     name: str
     whole: tuple[int, ...]
+    #: The node that expands the argument for a product of batches; ``None`` without.
     expanded: int | None = None
+    #: The axis of the rows that numbers the samples; ``None`` if it is not known.
     samples: SampleAxis | None = None
+    #: Equal for uses of parameters that can be computed together; ``None`` for others.
     kind: int | None = None
+    #: What the kind knows of the other factor, see ``facts_of``.
     factor: Hashable = None
 
     @cached_property
@@ -147,15 +141,7 @@ IsFunction = Callable[[Any, Signature], bool | None]
 
 
 class Reading:
-    """The uses of parameters in a graph, given its nodes, and what tells functions from uses.
-
-    Attributes:
-        uses: The uses.
-        unread: The parameters that meet data at a node whose rule is not known.
-        roles: Whether nodes with functions of parameters among their inputs return such functions,
-            or some of those that depend on parameters in the same way.
-        has_open: Whether ``is_function`` did not know one of them, which is a use here.
-    """
+    """The uses of parameters in a graph, given its nodes, and what tells functions from uses."""
 
     def __init__(
         self,
@@ -175,8 +161,12 @@ class Reading:
         self._consumers: dict[Any, list[tuple[Any, int]]] | None = None
         self._expanded: dict[Any, Any] = {}
         self.uses: list[ParameterUse] = []
+        #: The parameters that meet data at a node whose rule is not known.
         self.unread: set[str] = set()
+        #: Whether nodes with functions of parameters among their inputs return such functions, or
+        #: some of those that depend on parameters in the same way.
         self.roles: dict[Signature, bool] = {}
+        #: Whether ``is_function`` did not know one of them, which is a use here.
         self.has_open = False
         for number, node in enumerate(order):
             edges = node.next_functions
@@ -264,10 +254,7 @@ class Reading:
         return False
 
     def _product(self, node: Any, position: int) -> int | None:
-        """Return the number of the product with a weight to which a bias is added.
-
-        ``F.linear`` and ``F.bilinear`` add it after they have reshaped the product.
-        """
+        """Return the number of the product to which ``F.linear``, ``F.bilinear`` add a bias."""
         shape = shape_of_input(node, position)
         is_sum = node.name() == "AddBackward0" and (position == 0 or node._saved_alpha == 1)
         other = node.next_functions[1 - position][0] if is_sum else None

@@ -51,18 +51,6 @@ class RecordedBatch:
     """One forward pass and the uses of parameters in its graph, which is added to the known ones.
 
     With ``tracks_inputs``, the graph shows what depends on real numbers in X.
-
-    Attributes:
-        names: The parameters.
-        output: The model's output, with samples along the first axis.
-        operations: A hash of the graph's operations.
-        num_samples: The number of samples. Each has the same number of neighboring output rows.
-        weight: The batch's weight. Who records the batch sets it.
-        nodes: All nodes of the graph, inputs before what uses them.
-        plan: What the graph has shown of uses.
-        uses: The uses of ``names``.
-        others: The other factor of each use, see ``Use.other``.
-        is_freed: Whether the last backward pass has freed the graph.
     """
 
     def __init__(
@@ -80,14 +68,20 @@ class RecordedBatch:
             output = problem.output(self._evaluation)
             if output.requires_grad and output.is_leaf:  # a parameter itself
                 output = output.view_as(output)
+        #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
         self._graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
+        #: A hash of the graph's operations.
         self.operations = self._graph.operations
         # checkpoints compute again what they have saved, when it is read or differentiated
         self._context, _ = self._evaluation.of_graph(self._graph.runs_python)
+        #: The number of samples, and the batch's weight. Who records the batch sets them.
         self.num_samples, self.weight = 0, output.new_zeros(())
+        #: Whether the last backward pass has freed the graph.
         self.plan, self.is_freed = Plan((), ()), False
+        #: The uses of ``names``.
         self.uses: list[ParameterUse] = []
+        #: The other factor of each use, see ``Use.other``.
         self.others: dict[ParameterUse, Any] = {}
         #: The rules of uses that do not hold in each equal graph.
         self._asked: dict[ParameterUse, Use] = {}
@@ -184,10 +178,7 @@ class RecordedBatch:
             return Reading(self.nodes, reached, shapes, is_function)
 
     def _learn_roles(self, roles: dict[Signature, bool]) -> None:
-        """Find out what is data, by a graph that shows what depends on real numbers in X.
-
-        A single sample is taken twice.
-        """
+        """Find out by another graph what depends on X; one sample is taken twice."""
         problem, num_samples = self._problem, max(self.num_samples, 2)
         X = problem.batch.X
         X = select_samples(X, [0, 0], 1) if self.num_samples == 1 else X
@@ -327,10 +318,9 @@ class RecordedBatch:
     # --- the check of rules
 
     def check(self, u: Tensor, one: "Arrived", names: Sequence[str]) -> tuple[list[str], set[str]]:
-        """Compare sums of gradients with autograd's, given one vector's pass with totals.
+        """Return the parameters with wrong sums, given one pass with totals, and those with zeros.
 
-        Returns the parameters for which they differ, and those whose gradients are zero, so that
-        the comparison shows nothing.
+        Of gradients that are zero, the comparison shows nothing.
         """
         eps = torch.finfo(self.output.dtype).eps
         # the least precise dtype, also within the model
@@ -399,10 +389,7 @@ class RecordedBatch:
     def by_parameter(
         self, arrived: "Arrived", num_vectors: int, together: bool = False
     ) -> Iterator[tuple[str, PerSampleGradient]]:
-        """Yield gradients of parameters, with a name; what arrived is freed on the way.
-
-        With ``together``, several parameters may be ``parts`` of one gradient.
-        """
+        """Yield gradients of parameters, or of several as ``parts``; what arrived is freed."""
         for stack in self._stacks(arrived, self.names):
             names, columns = [*stack], list(zip(*stack.values(), strict=True))
             if not columns:
@@ -465,11 +452,8 @@ class Arrived:
 
     Without ``by_sample``, or an axis of samples, all rows are those of one sample, which suffices
     for sums. With ``absolute``, all factors of gradients are replaced by their absolute values.
-
-    Attributes:
-        outputs: The gradient at each use's output, ``[V, *output]``.
-        totals: Autograd's gradients of parameters, ``[V, *shape]``; empty if not asked for. Those
-            of gathered parameters would fill the memory, and are computed one by one.
+    Autograd's ``totals`` are those that were asked for; of gathered parameters they would fill the
+    memory, and are computed one by one.
     """
 
     def __init__(
@@ -483,19 +467,32 @@ class Arrived:
         self._batch, self.outputs, self.totals = batch, outputs, totals
         self._by_sample, self._absolute = by_sample, absolute
         self._inputs: dict[Hashable, Tensor] = {}
+        self._made: dict[ParameterUse, PerSampleGradient] = {}
 
     def keep(self, uses: Iterable[ParameterUse]) -> None:
         """Free the gradients of all other uses."""
-        self.outputs = {use: self.outputs[use] for use in uses}
+        self.outputs = {use: self.outputs[use] for use in uses if use not in self._made}
+
+    def make(self, uses: Iterable[ParameterUse]) -> dict[ParameterUse, PerSampleGradient]:
+        """Return gradients by position of some uses, which ``take`` returns again."""
+        wanted = [*uses]
+        for use in wanted:
+            if use not in self._made:
+                self._made[use] = self.take(use, by_position=True)
+        return {use: self._made[use] for use in wanted}
 
     def stacks(
         self,
         uses_of: Mapping[Item, Sequence[ParameterUse]],
-        treatment: Callable[[Item], Hashable] = lambda item: None,
-    ) -> Iterator[list[Item]]:
-        """Yield items whose uses are equal, one by one, and that are treated alike."""
-        for items in stacks_of(uses_of, treatment):
-            yield from self.in_steps(items, uses_of)
+        treatment: Callable[[Item], Hashable],
+    ) -> Iterator[tuple[list[Item], list[PerSampleGradient]]]:
+        """Yield items that are treated alike and have equal uses, and the gradients of these."""
+        made = {i for i, uses in uses_of.items() if not self._made.keys().isdisjoint(uses)}
+        for items in stacks_of(uses_of, lambda i: i if i in made else treatment(i)):
+            for some in self.in_steps(items, uses_of):
+                columns = zip(*(uses_of[i] for i in some), strict=True)
+                # memory of gradients that the caller has used is given back at once
+                yield some, [self.take(*uses, by_position=True) for uses in columns]
 
     def in_steps(
         self,
@@ -534,7 +531,10 @@ class Arrived:
         With ``by_position``, those of biases become sums over positions, with inputs of one, and
         are not written down; with ``elementwise``, those of all elementwise functions do.
         """
-        use, rule, num = uses[0], self._batch.rule(uses[0]), len(uses)
+        use, num = uses[0], len(uses)
+        if use in self._made:
+            return self._made.pop(use)
+        rule = self._batch.rule(use)
         x, g = self._factors(uses, by_position and rule.matrices is not None)
         is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
         make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
@@ -561,7 +561,7 @@ class Arrived:
         x = self._rows_of_inputs(uses, order, is_kept)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
-        g = wide(to_front(g.detach() if g.requires_grad else g, *order, start=1))
+        g = wide(to_front(g.detach() if g.requires_grad else g, *order))
         if num > 1:
             g = _side_by_side(g.unflatten(0, (num, -1)), 3)
         if self._absolute:
@@ -582,7 +582,7 @@ class Arrived:
         others = [(x if x.layout is torch.strided else x.to_dense()).detach() for x in others]
         x = others[0].unsqueeze(0) if len(others) == 1 else torch.stack(others)
         to_inputs = self._batch.rule(uses[0]).to_inputs
-        x = wide(to_front(x if to_inputs is None else to_inputs(x), *order, start=1))
+        x = wide(to_front(x if to_inputs is None else to_inputs(x), *order))
         if len(uses) > 1:
             return _side_by_side(x, 2)
         if is_kept:
@@ -616,20 +616,14 @@ def _as_products(num: int, x: Tensor | None, g: Tensor, entries: Entries) -> Out
     return OuterProducts(ones, g.reshape(*g.shape[:3], num, entries.view.size // num), entries)
 
 
-def to_front(
-    x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int, start: int = 0
-) -> Tensor:
-    """Turn ``[*, *row_shape, *features]`` into ``[*, N, S, *features]``.
-
-    ``start`` axes are in front of the ``num_axes`` that number the rows.
-    """
-    shape, end = x.shape, start + num_axes
+def to_front(x: Tensor, samples: SampleAxis, num_samples: int, num_axes: int) -> Tensor:
+    """Turn ``[n, *rows, *features]``, with so many axes of rows, into ``[n, N, S, *features]``."""
+    shape, end = x.shape, 1 + num_axes
     if samples.axis or samples.before > 1:
-        axis = start + samples.axis
-        x = x.unflatten(axis, (samples.before, num_samples, samples.after))
-        x = x.movedim(axis + 1, start)
-    rows = prod(shape[start:end]) // num_samples
-    return x.reshape(*shape[:start], num_samples, rows, *shape[end:])
+        axis = 1 + samples.axis
+        x = x.unflatten(axis, (samples.before, num_samples, samples.after)).movedim(axis + 1, 1)
+    rows = prod(shape[1:end]) // num_samples
+    return x.reshape(shape[0], num_samples, rows, *shape[end:])
 
 
 def _at_output(node: Any, gradients: list[Tensor | None], num_vectors: int) -> Tensor:

@@ -47,19 +47,13 @@ Factor = Tensor | Callable[[], Tensor] | str | OfNode
 
 
 class Matrices(NamedTuple):
-    """Gradients of samples as sums of outer products, see ``FactoredGradient``.
-
-    Attributes:
-        groups: G, the number of matrices.
-        outputs: O, the size of a group's output gradients.
-        inputs: I, the size of a group's inputs.
-        are_lookups: Whether inputs have a single one among zeros. The entries are those of the
-            transposed matrix then.
-    """
+    """Sizes of gradients that are sums of outer products, see ``FactoredGradient``: G, O and I."""
 
     groups: int
     outputs: int
     inputs: int
+    #: Whether inputs have a single one among zeros. The entries are those of the transposed matrix
+    #: then.
     are_lookups: bool = False
 
     def shape_of(self, view: ParameterView) -> KroneckerShape | None:
@@ -157,11 +151,7 @@ def reads(*names: str) -> Callable[[Rule], Rule]:
 
 
 def uses_of(node: Any, position: int) -> list[Use] | None:
-    """Return the uses of an input of a node, ``None`` if no rule knows them.
-
-    Raises:
-        RuleError: If there is a mistake in the rule.
-    """
+    """Return the uses of an input of a node, ``None`` if no rule knows them."""
     rule = RULES.get(node.name())
     if rule is None:
         return None
@@ -263,25 +253,21 @@ class _Axes(NamedTuple):
     """The roles of the axes of a contraction.
 
     In ``argument . other = output``, *rows* are the axes of other and output, *groups* those of all
-    three, *outer* those of argument and output, and *inner* those that are summed.
-
-    Attributes:
-        rows: The axes of the other factor that are rows.
-        num_groups: The number of groups.
-        outer: The positions of outer in the sequence of groups, outer and inner.
-        summed: The axes of other factors ``[L, *]`` that the argument and the output lack.
-        of_rows: Axes of the output gradient ``[V, *output]``, in the order rows, groups, outer.
-        of_inputs: Axes of other factors ``[L, *]`` without ``summed``, in the order rows, groups,
-            inner.
-        of_argument: Axes of the argument, in the order groups, outer, inner.
+    three, *outer* those of argument and output, and *inner* those that are summed. Other factors
+    are ``[L, *]``, output gradients ``[V, *output]``.
     """
 
     rows: tuple[int, ...]
     num_groups: int
+    #: The positions of outer in the sequence of groups, outer and inner.
     outer: slice
+    #: The axes of other factors that the argument and the output lack.
     summed: tuple[int, ...]
+    #: Axes of the output gradient: rows, groups, outer.
     of_rows: tuple[int, ...]
+    #: Axes of other factors without ``summed``: rows, groups, inner.
     of_inputs: tuple[int, ...]
+    #: Axes of the argument: groups, outer, inner.
     of_argument: tuple[int, ...]
 
     @classmethod

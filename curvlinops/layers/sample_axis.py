@@ -42,12 +42,8 @@ Shape: TypeAlias = tuple[int, ...]
 class SampleAxis(NamedTuple):
     """The axis that numbers the samples: its length is ``before * N * after``.
 
-    The entry at ``i`` belongs to the sample ``(i // after) % N``.
-
-    Attributes:
-        axis: The axis.
-        before: Number of positions that are a slower index than the sample.
-        after: Number of positions that are a faster index than the sample.
+    The entry at ``i`` belongs to the sample ``(i // after) % N``. Positions ``before`` are a slower
+    index than the sample, positions ``after`` a faster one.
     """
 
     axis: int

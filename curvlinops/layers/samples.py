@@ -42,12 +42,10 @@ NUM_KNOWN = 64
 
 
 class SampleGradients:
-    """Gradients of the samples of a batch.
+    """Gradients of the N samples of a batch.
 
-    Attributes:
-        output: The model's output. It fits its target, and its loss is finite.
-        weight: The batch's weight: the number, or total weight, of its loss terms.
-        num_samples: N.
+    Its ``output`` fits its target, and its loss is finite. Its ``weight`` is the number, or total
+    weight, of its loss terms.
     """
 
     def __init__(
@@ -132,10 +130,7 @@ class SampleGradients:
         return own, before, matrix
 
     def arrive(self, u: Tensor, last: bool = False) -> Arrived:
-        """Backpropagate vectors ``[V, *output]`` to uses, and check rules that were not checked.
-
-        The ``last`` call gives memory back on the way.
-        """
+        """Backpropagate vectors to uses, and check rules; ``last`` gives memory back on the way."""
         batch = self._batch
         if batch is None:
             return Arrived(batch, {}, {})
@@ -156,8 +151,8 @@ class SampleGradients:
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.
 
-        All samples come for one parameter with rules after the other, then the others. For the
-        arguments see ``arrive`` and ``RecordedBatch.by_parameter``.
+        All samples come for one parameter with rules after the other, then the others. See
+        ``arrive`` and ``RecordedBatch.by_parameter``.
         """
         known: Iterable[tuple[str, PerSampleGradient]] = ()
         if self._batch is not None:
@@ -185,28 +180,20 @@ class SampleGradients:
 
 
 class LayerFacts:
-    """Facts that passes have shown about a model's layers, for all operators on the model.
-
-    Attributes:
-        roles: Which nodes return functions of parameters alone, see ``Reading``.
-        checked: The parameters whose rules agree with autograd, by the graph's operations.
-        graphs: The known graphs, see ``graph_of``.
-    """
+    """Facts that passes have shown about a model's layers, for all operators on the model."""
 
     is_shared = True
 
     def __init__(self):
+        #: Which nodes return functions of parameters alone, see ``Reading``.
         self.roles: dict[Signature, bool] = {}
+        #: The parameters whose rules agree with autograd, by the graph's operations.
         self.checked: dict[int, set[str]] = {}
+        #: The known graphs, see ``graph_of``.
         self.graphs: dict[Graph, Hashable] = {}
 
     def __reduce__(self) -> tuple:
         return LayerFacts, ()  # hashes and types of nodes are those of this process
-
-    def add(self, operations: int, names: set[str]) -> None:
-        """Add parameters whose rules agree with autograd in a graph."""
-        self.checked[operations] = self.checked.get(operations, set()) | names
-        self.forget_old()
 
     def forget_old(self) -> None:
         """Forget the oldest facts of graphs if there are too many."""
@@ -225,9 +212,6 @@ class SampleBackward:
 
     With ``independent``, samples that interact are refused. With ``allow_unassigned``, rules are
     kept whose rows have no axis of samples: these can only be added up, as in KFAC-expand.
-
-    Attributes:
-        fallbacks: Why parameters are treated sample by sample.
     """
 
     #: What an operator cannot do without a rule on its data does not hold for another's.
@@ -236,25 +220,19 @@ class SampleBackward:
     def __init__(self, name: str, independent: bool = True, allow_unassigned: bool = False):
         self._name, self._independent = name, independent
         self._allow_unassigned = allow_unassigned
+        #: Why parameters are treated sample by sample.
         self.fallbacks: dict[str, str] = {}
         self._facts = LayerFacts()
         self._fallback = OneByOne(independent)
 
-    def capture(
-        self,
-        problem: BatchProblem,
-    ) -> SampleGradients:
+    def capture(self, problem: BatchProblem) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed."""
         self._facts = problem.rules(LayerFacts)
         states = GeneratorStates()
         batch = self._record(problem, states)
         return SampleGradients(problem, batch, self, self._fallback, states)
 
-    def _record(
-        self,
-        problem: BatchProblem,
-        states: GeneratorStates,
-    ) -> RecordedBatch | None:
+    def _record(self, problem: BatchProblem, states: GeneratorStates) -> RecordedBatch | None:
         """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
         names = [name for name in problem.space.names if name not in self.fallbacks]
         batch = self._run(problem, names, states) if names else None
@@ -310,7 +288,10 @@ class SampleBackward:
         """Compare the rules with autograd; see ``RecordedBatch.check``."""
         wrong, zero = batch.check(u, one, names)
         self._use_fallback(wrong, "its rule does not agree with autograd")
-        self._facts.add(batch.operations, set(names) - zero - set(wrong))
+        checked = self._facts.checked
+        agree = set(names) - zero - set(wrong)
+        checked[batch.operations] = checked.get(batch.operations, set()) | agree
+        self._facts.forget_old()
         batch.drop(self.fallbacks)
 
     # --- samples of rows
@@ -335,8 +316,8 @@ class SampleBackward:
     def _check_interaction(self, problem: BatchProblem, batch: RecordedBatch) -> None:
         """Compare samples alone, of a new graph whose backward pass runs the user's code.
 
-        The nodes of a graph do not show what hooks and the user's functions do. Where one batch is
-        all data, samples may meet in it.
+        What hooks and functions do, nodes do not show. Samples may meet where one batch is all
+        data.
         """
         if not problem.runs_users_code(batch.nodes):
             return

@@ -28,18 +28,12 @@ COPIES = {"CloneBackward0", "ToCopyBackward0", "AliasBackward0", "ContiguousBack
 
 
 class ViewOf(NamedTuple):
-    """A tensor as entries of a parameter.
-
-    Attributes:
-        name: The parameter.
-        parameter: The parameter's shape.
-        dims: For each axis of the tensor: the steps in the parameter that it consists of, as
-            lengths and strides. A transposed tensor that was reshaped has several in one axis.
-        offset: The first entry.
-    """
+    """A tensor as entries of a parameter of some shape, from an offset on."""
 
     name: str
     parameter: tuple[int, ...]
+    #: For each axis of the tensor: the steps in the parameter that it consists of, as lengths and
+    #: strides. A transposed tensor that was reshaped has several in one axis.
     dims: tuple[tuple[Axis, ...], ...]
     offset: int = 0
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
+from curvlinops.layers.gradients import PulledBackGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns
@@ -128,7 +129,9 @@ class EFLinearOperator(DataLinearOperator):
         operations = 0
         arrived = samples.arrive(self._gradient(problem, output), last=True)
         for use in samples.uses:
-            gradient = arrived.take(use, by_position=True).before_pullback
+            gradient = arrived.take(use, by_position=True)
+            if isinstance(gradient, PulledBackGradient):
+                gradient = gradient.inner
             if isinstance(gradient, OuterProducts):  # others are as cheap as biases
                 operations += 4 * gradient.num_positions * gradient.entries.view.size
         return operations > 16 * self.risk.space.dim

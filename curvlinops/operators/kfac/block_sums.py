@@ -1,7 +1,7 @@
 """Sums over the data for blocks whose factors are known, in a further pass."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -35,15 +35,12 @@ class BlockSum(ABC):
     """A sum over gradients of a block, or a stack, as matrices ``[G, O, I]``; by kind.
 
     Subclasses are dataclasses. Groups are the first axis of their tensors, and of sums.
-
-    Attributes:
-        shape: The shape of these matrices.
-        has_bias: Whether the bias is the last column. I counts it.
-        by_position: Whether they are gradients of positions, not of samples.
     """
 
     shape: KroneckerShape
+    #: Whether the bias is the last column. I counts it.
     has_bias: bool
+    #: Whether these are gradients of positions, not of samples.
     by_position = False
 
     @abstractmethod
@@ -54,20 +51,13 @@ class BlockSum(ABC):
         """Return summands of the same without forming matrices, ``None`` if they are needed."""
         return None
 
-    #: Whether there is a closed form for a head.
-    has_head = False
-
-    def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
-        """Return summands of the sums over the gradients of a head's parameter."""
-        raise NotImplementedError
+    #: Returns summands of the sums over the gradients of a head's parameter, if it has any.
+    of_head: Callable[[Head, str, torch.dtype], Iterable[dict[str, Tensor]]] | None = None
 
     def of_gradients(
         self, gradients: Sequence[FactoredGradient], is_alike: bool = True
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield summands of the sums over a batch, given the gradients of a weight's uses.
-
-        ``is_alike`` says that the uses have matrices of this shape.
-        """
+        """Yield summands over a batch, given a weight's uses, which are of this shape or not."""
         for gradient in gradients if self.by_position else [sum_of(list(gradients))]:
             has_factors = is_alike and isinstance(gradient, FactoredGradient)
             summands = self.of_factors(gradient) if has_factors else None
@@ -121,7 +111,9 @@ def add_block_sums(
 ) -> None:
     """Add a batch, whose uses must be those that were seen before, to the sums of stacks."""
     dtype, options, head = sums.space.dtype, sums.options, None
-    if options.fisher_type is FisherType.TYPE2 and all(x.has_head for x in wanted.values()):
+    if options.fisher_type is FisherType.TYPE2 and all(
+        x.of_head is not None for x in wanted.values()
+    ):
         head = head_of(problem, samples, options.exact)
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
@@ -149,14 +141,10 @@ def add_block_sums(
         treatments = [
             x if single else x.stack for x, single in zip(summands, is_single, strict=True)
         ]
-        for some in arrived.stacks(of_wanted, treatments.__getitem__):
+        for some, gradients in arrived.stacks(of_wanted, treatments.__getitem__):
             stack, indices = summands[some[0]].stack, [summands[i].index for i in some]
             of_block = wanted[stack].part(stack, indices)
-            # memory of gradients that were added is given back at once
-            gradients = [
-                arrived.take(*uses, by_position=True).to(dtype)
-                for uses in zip(*(of_wanted[i] for i in some), strict=True)
-            ]
+            gradients = [gradient.to(dtype) for gradient in gradients]
             if some[0] in unassigned:
                 views = stack.singles[indices[0]].views
                 pieces = _one_by_one(of_block, views, samples, u, dtype)
@@ -174,23 +162,17 @@ def _add(
             sums.add(stack.key(kind), indices, tensor)
 
 
-class Summand(NamedTuple):
-    """The uses of a block's weight in a graph.
-
-    Attributes:
-        stack: The block, or the stack that it is in.
-        index: Its number there.
-        uses: The uses.
-        is_alike: Whether these have matrices of the block's shape.
-    """
+class BlockUses(NamedTuple):
+    """The uses in a graph of the weight of a stack's block."""
 
     stack: Block
     index: int
     uses: tuple[ParameterUse, ...]
+    #: Whether these have matrices of the block's shape.
     is_alike: bool
 
 
-def _summands(structure: Structure, layers: Layers) -> list[Summand]:
+def _summands(structure: Structure, layers: Layers) -> list[BlockUses]:
     """Return the uses of all blocks that are Kronecker products, in the order of stacks."""
     by_view: dict[ParameterView, list[tuple]] = {}
     for use, uses in layers.items():
@@ -201,7 +183,7 @@ def _summands(structure: Structure, layers: Layers) -> list[Summand]:
             if found := by_view.get(block.views[0]):
                 are_alike = all(use.shape == block.terms[0].shape for use, _ in found)
                 uses = tuple(chain.from_iterable(uses for _, uses in found))
-                summands.append(Summand(stack, i, uses, are_alike))
+                summands.append(BlockUses(stack, i, uses, are_alike))
     return summands
 
 

@@ -45,23 +45,18 @@ _SEPARATE = (
 @recorded
 @dataclass(frozen=True)
 class LayerUse:
-    """A way in which layers use entries of a parameter. Each use has sums for Kronecker factors.
+    """A way in which layers use entries of a parameter. Each use has sums for Kronecker factors."""
 
-    Attributes:
-        view: The entries of the parameter that layers use, in the parameter's order.
-        shape: The shape of the Kronecker product, ``None`` if there is none.
-        is_product: Whether layers multiply by the parameter, or by a function of it, as by a
-            matrix.
-        partner: For a weight, the bias that is added to all of its products, and to no others.
-            For that bias, the weight.
-        shares_gradients: Whether weight and bias have the same gradient factor B. It is summed for
-            the weight only.
-    """
-
+    #: The entries of the parameter that layers use, in the parameter's order.
     view: ParameterView
+    #: The shape of the Kronecker product, ``None`` if there is none.
     shape: KroneckerShape | None
+    #: Whether layers multiply by the parameter, or a function of it, as by a matrix.
     is_product: bool
+    #: For a weight, the bias that is added to all of its products, and to no others. For that bias,
+    #: the weight.
     partner: ParameterView | None = None
+    #: Whether both have the same factor B. It is summed for the weight only.
     shares_gradients: bool = False
 
     @property
@@ -76,16 +71,13 @@ class LayerUse:
 
 @recorded
 class Uses(NamedTuple):
-    """The uses of all parameters that some data shows.
+    """The uses of all parameters that some data shows."""
 
-    Attributes:
-        known: The uses by layers. Parameters without any use do not change the output.
-        unknown: Parameters whose uses are not known, each with the reason.
-        inputs: The uses that had the same inputs on a batch, whose sum they share.
-    """
-
+    #: The uses by layers. Parameters without any use do not change the output.
     known: frozenset[LayerUse] = frozenset()
+    #: Parameters whose uses are not known, each with the reason.
     unknown: Mapping[str, str] = {}
+    #: The uses that had the same inputs on a batch, whose sum they share.
     inputs: frozenset[tuple[LayerUse, ...]] = frozenset()
 
     def union(self, other: "Uses") -> "Uses":
@@ -113,16 +105,12 @@ class Uses(NamedTuple):
 @recorded
 @dataclass(frozen=True)
 class Stack:
-    """The key of sums of equal shape, which are side by side in one tensor ``[L G, *]``.
-
-    Attributes:
-        kind: What they are sums of.
-        of: For each of the L sums: a ``LayerUse`` for the moments of its output gradients; the
-            ``LayerUse``s that had the same inputs, for these and their number; a parameter's name
-            for its exact block; else ``Block.views``.
-    """
+    """The key of L sums of equal shape, which are side by side in one tensor ``[L G, *]``."""
 
     kind: str
+    #: For each of the L sums: a ``LayerUse`` for the moments of its output gradients; the
+    #: ``LayerUse``s that had the same inputs, for these and their number; a parameter's name for
+    #: its exact block; else ``Block.views``.
     of: tuple[Any, ...]
 
     def __hash__(self) -> int:
@@ -206,20 +194,16 @@ def _are_partners(weight: LayerUse, bias: LayerUse) -> bool:
 
 
 class Term(NamedTuple):
-    """A Kronecker product ``B (x) A``, one of those whose sum is a block.
-
-    Attributes:
-        shape: Its shape.
-        of_gradients: The uses whose sums make up B; for stacks, the keys of these sums.
-        of_inputs: Those whose inputs make up A, together where they had the same inputs.
-        gradients: B, the second moment of output gradients; ``None`` if it is not yet known.
-        inputs: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
-    """
+    """A Kronecker product ``B (x) A``, one of those whose sum is a block."""
 
     shape: KroneckerShape
+    #: The uses whose sums make up B; for stacks, the keys of these sums.
     of_gradients: tuple[Any, ...] = ()
+    #: Those whose inputs make up A, together where they had the same inputs.
     of_inputs: tuple[Any, ...] = ()
+    #: B, the second moment of output gradients; ``None`` if it is not yet known.
     gradients: Factor | None = None
+    #: A, the second moment of inputs; ``None`` for biases, whose inputs are ones.
     inputs: Factor | None = None
 
     @property
@@ -230,34 +214,28 @@ class Term(NamedTuple):
 
 @dataclass(eq=False)
 class Block:
-    """A diagonal block of the approximation, or a stack of several equal ones.
+    """A diagonal block of the approximation, or a stack of several equal ones."""
 
-    Attributes:
-        views: The entries of a parameter, or of a weight and of its bias; those of a stack's first
-            block, then of the next.
-        structure: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``.
-        terms: The Kronecker products that it is the sum of, with the groups of all blocks.
-        groups: The number of equal parts of the parameter that have a matrix each (``"dense"``).
-        weight: For a bias with a block of its own: the weight to whose products it is added.
-        reason: Why it has this structure.
-        matrix: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
-            diagonals ``[G, n]``; ``None`` if they are not yet known.
-        is_here: Whether this process has its matrices.
-        basis: An eigenbasis; ``matrix`` then has the eigenvalues ``[G, O, I]``.
-        members: The blocks that it is a stack of; empty for a single one.
-        keys: The keys of sums for it, by kind.
-    """
-
+    #: The entries of a parameter, or of a weight and of its bias; of stacks, block by block.
     views: tuple[ParameterView, ...]
+    #: ``"kronecker"``, ``"dense"``, ``"diagonal"``, or ``"zero"``, and why below.
     structure: str
+    #: The Kronecker products that it is the sum of, with the groups of all blocks.
     terms: tuple[Term, ...] = ()
+    #: The number of equal parts of the parameter that have a matrix each (``"dense"``).
     groups: int = 1
+    #: For a bias with a block of its own: the weight to whose products it is added.
     weight: ParameterView | None = None
     reason: str = ""
+    #: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
+    #: diagonals ``[G, n]``; ``None`` if they are not yet known. With an eigenbasis, eigenvalues.
     matrix: Tensor | None = None
+    #: Whether this process has its matrices.
     is_here: bool = True
     basis: Any = None
+    #: The blocks that it is a stack of; empty for a single one.
     members: "tuple[Block, ...]" = ()
+    #: The keys of sums for it, by kind.
     keys: dict[str, Stack] = field(default_factory=dict)
 
     @cached_property
@@ -340,10 +318,6 @@ def plan_blocks(
     """Choose the structure of all blocks, given the shapes of all parameters.
 
     Blocks are in the order of their first Kronecker product. That may be given for some.
-
-    Raises:
-        NotImplementedError: If a parameter has no structure and none was chosen as fallback.
-        ValueError: If two parameters have one block and different settings.
     """
     unknown = uses.unknown
     by_name: dict[str, list[LayerUse]] = {}

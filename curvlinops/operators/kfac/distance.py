@@ -17,11 +17,7 @@ from curvlinops.support.rng import seeded
 
 @dataclass(frozen=True)
 class ExactProducts(BlockSum):
-    """Products of the exact block with some vectors.
-
-    Attributes:
-        vectors: The vectors of each of L blocks, as matrices ``[L, K, G, O, I]``.
-    """
+    """Products of the exact block with some vectors, matrices ``[L, K, G, O, I]`` for L blocks."""
 
     shape: KroneckerShape
     has_bias: bool
@@ -77,8 +73,7 @@ def distances(
 ) -> dict[str, tuple[Tensor, Tensor, bool]]:
     """Return squared norms of ``(K - F) z`` and of ``F z``, ``[vectors]``, by parameter.
 
-    K are the stacks of blocks, and ``F z`` the products. Also whether the vectors z are all unit
-    vectors.
+    K are the stacks of blocks, ``F z`` the products. Also whether the z are all unit vectors.
     """
     found: dict[str, tuple[Tensor, Tensor, bool]] = {}
     for stack, of_stack in zip(stacks, wanted, strict=True):
@@ -101,10 +96,7 @@ def distances(
 
 
 def relative(apart: Tensor, exact: Tensor, is_exact: bool) -> Estimate:
-    """Return the relative error and its standard error, see ``distances``.
-
-    Where both matrices are zero, as without any gradient, they are equal.
-    """
+    """Return the relative error and its standard error; zero if both matrices are."""
     num, are_equal = len(apart), not bool(apart.any())
     squared = apart.sum() if are_equal else apart.sum() / exact.sum()
     error = squared.sqrt()

@@ -22,16 +22,10 @@ from curvlinops.structured.layout import ParameterView
 
 @dataclass(frozen=True)
 class Basis(BlockSum):
-    """An orthogonal basis of a block's matrices ``[G, O, I]``.
-
-    Attributes:
-        shape: The shape of these matrices.
-        outputs: The basis of their columns, ``[G, O, O]``; ``None`` for the standard basis.
-        inputs: The basis of their rows, ``[G, I, I]``; ``None`` for the standard basis.
-        has_bias: Whether the bias is the last column.
-    """
+    """An orthogonal basis of a block's matrices ``[G, O, I]``; ``None`` for the standard basis."""
 
     shape: KroneckerShape
+    #: The basis of their columns, ``[G, O, O]``, and of their rows, ``[G, I, I]``.
     outputs: Tensor | None
     inputs: Tensor | None
     has_bias: bool
@@ -42,10 +36,7 @@ class Basis(BlockSum):
         return cls(block.terms[0].shape, outputs, inputs, len(block.singles[0].views) > 1)
 
     def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
-        """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``.
-
-        The basis may be that of several blocks, with all of their groups.
-        """
+        """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``."""
         axes = [(self.outputs, self.shape.outputs)]
         axes += [] if self.shape.is_bias else [(self.inputs, self.shape.inputs + self.has_bias)]
         factors: list[Factor] = [
@@ -62,8 +53,6 @@ class Basis(BlockSum):
         squares = gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)
         return None if squares is None else [{MOMENT: squares}]
 
-    has_head = True
-
     def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""
         gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]
@@ -77,8 +66,7 @@ class Basis(BlockSum):
 def eigenbases(stack: Block, known: Set[tuple[ParameterView, ...]]) -> dict[Stack, Tensor]:
     """Return the eigenbases of a stack's blocks that are Kronecker products, but for known ones.
 
-    A sum of Kronecker products gets that of the first one. Axes along which another one is diagonal
-    keep the standard basis.
+    A sum of products gets that of the first one, or the standard basis where others are diagonal.
     """
     bases = {}
     parts = [stack] if known.isdisjoint(block.views for block in stack.singles) else stack.parts

@@ -110,8 +110,8 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
 def _remove_rounding(squares: Tensor, block: Block, basis: Basis) -> None:
     """Replace squares of rounding errors by zeros, in place.
 
-    Gradients have rounding errors in the scale of their entries along the vectors of the basis. The
-    factors tell these scales, so that a large input does not hide small ones.
+    Gradients have these in the scale of their entries along the vectors of the basis. Factors tell
+    these scales, so that a large input does not hide small ones.
     """
     if squares.numel() == 0:
         return

@@ -27,13 +27,7 @@ from curvlinops.operators.kfac.moments import gradient_factor, input_factor
 from curvlinops.operators.kfac.options import FisherType, Options
 from curvlinops.operators.kfac.structure import Place
 from curvlinops.operators.kfac.sums import FactorSums
-from curvlinops.operators.vectors import (
-    Head,
-    head_of,
-    hessian_roots,
-    mark_last,
-    sampled_gradients,
-)
+from curvlinops.operators.vectors import Head, head_of, hessian_roots, mark_last, sampled_gradients
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.warnings import warn
 
@@ -43,10 +37,7 @@ _UNASSIGNED = "it is not known to which samples the rows of its layer belong"
 def backpropagated(
     problem: BatchProblem, samples: SampleGradients, options: Options, head: Head | None = None
 ) -> Iterator[Tensor]:
-    """Yield vectors ``[V, *output]`` whose outer products are, or replace, the loss's Hessian.
-
-    With a head, they are at its inputs.
-    """
+    """Yield vectors, at a head's inputs if any, for the loss's Hessian or what replaces it."""
     output, draws = samples.output, options.mc_samples
     if options.fisher_type is FisherType.FORWARD_ONLY:
         yield output.new_zeros(0, *output.shape)
@@ -61,12 +52,7 @@ def backpropagated(
 
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
-    """Add a batch to sums, whose structure changes if it shows new uses.
-
-    Raises:
-        ChangedError: If the batch uses a parameter in a way for which other sums are needed than
-            those over the batches before.
-    """
+    """Add a batch to sums, whose structure changes if it shows new uses."""
     options, counts, padding, head = sums.options, list[Tensor](), Padding(problem, samples), None
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
@@ -83,17 +69,16 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             sharing = () if padding.masks else _sharing(layers, arrived, {}, options)
             uses = _learned(sums, samples, layers, sharing)
         exact = sums.structure.exact
-        whole = {x: arrived.take(x, by_position=True) for x in samples.uses if x.name in exact}
+        whole = arrived.make(x for x in samples.uses if x.name in exact)
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
-        # memory of gradients that were added is given back at once
         known = "factored", sums.structure
         factored = samples.known(known, partial(_factored, sums, layers))
-        arrived.keep(x for x in chain(*factored.values()) if x not in whole)
-        taken, counting = {x: whole[x] for x in chain(*factored.values()) if x in whole}, {}
+        arrived.keep(chain(*factored.values()))
+        counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            taken |= {place: arrived.take(place, by_position=True) for place in [*arrived.outputs]}
-            padding.note(taken)
-            counting = {place: padding.counting(place) for place in taken} if last else {}
+            made = arrived.make(chain(*factored.values()))
+            padding.note(made)
+            counting = {place: padding.counting(place) for place in made} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
@@ -101,19 +86,12 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             summands = samples.known(known, partial(_summands, sums, factored, uses.inputs))
             uses_of = {i: x.uses for i, x in enumerate(summands)}
             treatments = [x.stacks for x in summands]
-        later = {i: x for i, x in uses_of.items() if x[0] not in taken}
-        single, alike = uses_of.keys() - later, arrived.stacks(later, treatments.__getitem__)
-        for some in chain(([i] for i in sorted(single)), alike):
+        for some, gradients in arrived.stacks(uses_of, treatments.__getitem__):
             stack = [summands[i] for i in some]
-            columns = [*zip(*(x.uses for x in stack), strict=True)]
-            gradients = [
-                taken.pop(uses[0]) if uses[0] in taken else arrived.take(*uses, by_position=True)
-                for uses in columns
-            ]
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
             if stack[0].inputs is not None and last:
-                masks = [counting.get(uses[0]) for uses in columns]
+                masks = [counting.get(use) for use in stack[0].uses]
                 counts.append(_add_inputs(sums, stack, gradients, masks))
             if stack[0].gradients is not None:
                 _add_gradients(sums, stack, gradients)
@@ -128,17 +106,12 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
 
 
 class Summand(NamedTuple):
-    """What a batch adds to sums: the moments of a use's inputs, and of its output gradients.
-
-    Attributes:
-        use: The use.
-        uses: Where it is in the graph.
-        inputs: The place of the sum for A; ``None`` if another use's or no inputs are added.
-        gradients: The place of the sum for B; ``None`` if nothing is added.
-    """
+    """What a batch adds for a use: moments of its inputs, and of its output gradients."""
 
     use: LayerUse
+    #: Where it is in the graph.
     uses: tuple[ParameterUse, ...]
+    #: The places of the sums for A and B; ``None`` if nothing, or another use's, is added.
     inputs: Place | None
     gradients: Place | None
 
@@ -195,9 +168,6 @@ class Padding:
 
     Padding does not count, unless it has a gradient: then it predicts a token, or the mask belongs
     to other sequences. Names do not tell these apart: a decoder's attention reads the encoder's.
-
-    Attributes:
-        masks: The model's masks.
     """
 
     def __init__(self, problem: BatchProblem, samples: SampleGradients):
@@ -319,21 +289,15 @@ def _add_gradients(
 def _exact_block_gradients(
     whole: Mapping[ParameterUse, PerSampleGradient], samples: SampleGradients, u: Tensor
 ) -> Iterable[Piece]:
-    """Return the gradients of parameters with exact blocks that have rules, given those of uses.
+    """Yield the gradients of parameters with exact blocks and rules, given those of their uses.
 
     If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
     """
-    summands: dict[str, list[ParameterUse]] = {}
-    for place in whole:
-        summands.setdefault(place.name, []).append(place)
-    unassigned = {
-        name for name, places in summands.items() if any(x.samples is None for x in places)
-    }
-    known = {
-        name: sum_of([whole[place] for place in places])
-        for name, places in summands.items()
-        if name not in unassigned
-    }
+    unassigned, summands = {use.name for use in whole if use.samples is None}, {}
+    for use, gradient in whole.items():
+        if use.name not in unassigned:
+            summands.setdefault(use.name, []).append(gradient)
+    known = {name: sum_of(gradients) for name, gradients in summands.items()}
     one_by_one = samples.one_by_one(u, unassigned.difference(samples.fallbacks))
     return chain([(slice(0, samples.num_samples), known)], one_by_one)
 

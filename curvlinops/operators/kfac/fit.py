@@ -15,13 +15,7 @@ from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape, moment, rotated
 from curvlinops.operators.kfac.block_sums import BlockSum
-from curvlinops.operators.kfac.blocks import (
-    FIT_INPUTS,
-    FIT_OUTPUTS,
-    Block,
-    Stack,
-    moment_factor,
-)
+from curvlinops.operators.kfac.blocks import FIT_INPUTS, FIT_OUTPUTS, Block, Stack, moment_factor
 from curvlinops.operators.kfac.options import FitType, Options
 from curvlinops.operators.kfac.sums import FactorSums, moved
 from curvlinops.structured.block_diagonal import about
@@ -33,20 +27,14 @@ BOTH = (FIT_OUTPUTS, FIT_INPUTS)
 
 @dataclass(frozen=True)
 class FitSum(BlockSum):
-    """The sums of one pass for a block.
-
-    Attributes:
-        diagonal: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``, and whether only their
-            diagonals are.
-        inputs: The matrix C for B, see above: ``[G, I, I]``, or its diagonal ``[G, I]``; ``None``
-            for the identity.
-        outputs: That for A, ``[G, O, O]`` or ``[G, O]``.
-    """
+    """The sums of one pass for a block."""
 
     shape: KroneckerShape
     has_bias: bool
+    #: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``: only their diagonals?
     diagonal: Mapping[str, bool]
     by_position: bool = False
+    #: The matrices C for B, ``[G, I, I]`` or ``[G, I]``, and for A; ``None``: the identity.
     inputs: Tensor | None = None
     outputs: Tensor | None = None
 

@@ -25,12 +25,9 @@ from curvlinops.support.warnings import warn
 
 @dataclass
 class Damping:
-    """The numbers that are added to diagonals, checked.
+    """The numbers that are added to diagonals, checked; see ``KFACInverseLinearOperator``.
 
-    For the arguments see ``KFACInverseLinearOperator``.
-
-    ``of_inputs`` is the number that is added to the diagonal of A, ``of_gradients`` that for B and
-    for blocks without factors.
+    ``of_inputs`` is added to A, ``of_gradients`` to B and to blocks without factors.
     """
 
     damping: float | tuple[float, float] = 0.0
@@ -94,8 +91,7 @@ def inverses(
     """Return a function from one of these blocks, or of their members, to its damped inverse.
 
     A bias shares the gradient factor of its weight, and its damping. Layers with the same inputs
-    share the factor of these, and its inverse if that has the same damping. ``note_undecided``
-    fills ``undecided``.
+    share the factor of these, and its inverse if that has the same damping.
     """
     weights: dict[tuple[ParameterView, int], Term] = {}
     if damping.use_heuristic_damping:

@@ -188,11 +188,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         sums = self._compute(self._no_sums(self.space.names))
         self._set_sums(sums)
 
-    def _placed(self, sums: FactorSums) -> FactorSums:
-        """Return those of some means that are in memory or in files that this process needs."""
-        sums = replace(sums, ranks=self.risk.ranks)
-        return sums.distributed().own() if self._is_partitioned else sums
-
     def _no_sums(self, names: list[str]) -> FactorSums:
         """Return empty sums for some parameters."""
         space = self.space.restricted(names)
@@ -347,9 +342,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         return {stack: x for stack, x in part.tensors.items() if stack != WEIGHT}
 
     def _forward_passes(
-        self,
-        problems: Iterable[BatchProblem],
-        sums: FactorSums,
+        self, problems: Iterable[BatchProblem], sums: FactorSums
     ) -> Iterator[tuple[BatchProblem, SampleGradients]]:
         """Yield batches that have samples with their forward passes, and count all batches."""
         for problem in problems:
@@ -520,11 +513,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     # --- saving
 
     def _key_options(self, drawn: bool = True) -> dict[str, Any]:
-        """Return the options on which factors depend.
-
-        Args:
-            drawn: Whether factors of other random numbers are others.
-        """
+        """Return the options on which factors depend, perhaps without those of what is drawn."""
         names = list(_OPTIONS)
         if drawn and self.fisher_type in (FisherType.MC, FisherType.TYPE2):
             names += ["mc_samples", "seed"]
@@ -570,7 +559,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
         sums.check_samples(source, self._num_samples)
-        self._set_sums(self._placed(sums))
+        sums = replace(sums, ranks=self.risk.ranks)
+        self._set_sums(sums.distributed().own() if self._is_partitioned else sums)
 
     @property
     def _num_samples(self) -> int | None:

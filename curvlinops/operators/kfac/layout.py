@@ -23,10 +23,7 @@ from curvlinops.operators.kfac.eigenbasis import Basis
 from curvlinops.operators.kfac.options import FisherType, FitType
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.structured.base import StructuredLinearOperator
-from curvlinops.structured.block_diagonal import (
-    RemoteLinearOperator,
-    about,
-)
+from curvlinops.structured.block_diagonal import RemoteLinearOperator, about
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.layout import ParameterView
 

@@ -29,9 +29,8 @@ def input_factor(
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of inputs' outer products, ``[G, I, I]`` or ``[G, I]``, and their number.
 
-    Of inputs with a single one among zeros, the diagonal. Masks ``[N, S]`` say which inputs count.
-    If wanted, a sample's inputs are averaged first (``reduce``), and get a one as last entry
-    (``bias``), and only the ``diagonal`` is computed.
+    Masks ``[N, S]`` say which inputs count. If wanted, a sample's inputs are averaged first
+    (``reduce``), and get a one as last entry (``bias``), and only the ``diagonal`` is computed.
     """
     diagonal = diagonal or gradients[0].kronecker_shape.one_hot_inputs
     masked = list(zip(gradients, masks, strict=True))
@@ -80,8 +79,7 @@ def gradient_factor(gradients: Sequence[FactoredGradient], reduce: bool, diagona
 def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
     """Return the sum of outer products of ``[V, N, S, G, O]``, or its diagonal.
 
-    Positions of convolutions are last in memory. Products of rows without a copy take down to half
-    the time of products of copies, with several groups down to a tenth.
+    Positions of convolutions are last in memory: rows without a copy take half the time, or less.
     """
     positions, groups, outputs = g.shape[2:]
     if diagonal or outputs == 1:

@@ -70,26 +70,15 @@ class Fallback(StrEnum):
 @recorded
 @dataclass(frozen=True)
 class Options:
-    """The options of an approximation, checked; see ``KroneckerFactoredLinearOperator``.
-
-    Attributes:
-        fisher_type: The backpropagated vectors.
-        mc_samples: The number of samples, or of draws of signs.
-        seed: The seed of the samples.
-        exact: Whether each term is backpropagated on its own (type-2).
-        reduced: The parameters that are treated by the reduce setting.
-        joint: Whether weight and bias have one block.
-        fallback: The block of parameters without Kronecker structure.
-        max_factor_size: Above this size, matrices are replaced by their diagonals.
-        fit: How factors are fitted.
-        steps: How often both factors are.
-    """
+    """The options of an approximation, checked; see ``KroneckerFactoredLinearOperator``."""
 
     fisher_type: FisherType
     mc_samples: int
     seed: int
     exact: bool
+    #: The parameters that are treated by the reduce setting.
     reduced: frozenset[str]
+    #: Whether weight and bias have one block.
     joint: bool
     fallback: Fallback
     max_factor_size: int

@@ -19,10 +19,7 @@ def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
 def num_entries(
     uses: Uses, names: Collection[str], shapes: Mapping[str, Sequence[int]], limit: int
 ) -> int:
-    """Return about how many numbers some parameters and their factors have.
-
-    Factors that are larger than the limit are diagonals.
-    """
+    """Return about how many numbers parameters and factors have; above the limit, diagonals."""
     factors: dict[ParameterView, int] = {}
     for use in uses.known:
         shape = use.shape
@@ -50,8 +47,8 @@ def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> li
 def among(sizes: Sequence[int], num: int) -> list[int]:
     """Assign tasks to processes, the largest ones first to the process that has least.
 
-    Sizes are the numbers of entries of each task's factors. The time to decompose them is about the
-    power 1.5 of that. Memory and time count equally.
+    The time to decompose factors is about the power 1.5 of their size, and counts as much as
+    memory.
     """
     costs = [
         size / max(sum(sizes), 1) + size**1.5 / max(sum(x**1.5 for x in sizes), 1) for size in sizes

@@ -38,13 +38,7 @@ class Place(NamedTuple):
 
 
 class Structure:
-    """Blocks and the places of their sums.
-
-    Attributes:
-        blocks: The blocks, one by one, without matrices.
-        stacks: The same, equal ones together.
-        exact: The exact blocks, or diagonals of these, by parameter.
-    """
+    """Blocks without matrices, the same as ``stacks`` of equal ones, and the places of sums."""
 
     def __init__(self, blocks: Sequence[Block], stacks: Iterable[Sequence[Block]]):
         self.blocks = blocks
@@ -102,10 +96,6 @@ def structure_of(
 
     Equal blocks may be ``is_apart``, or of different ``owners``, by parameter: they make up no
     stacks. The shapes of the first Kronecker products of some blocks may be given as ``firsts``.
-
-    Raises:
-        NotImplementedError: If a parameter has no structure and none was chosen as fallback.
-        ValueError: If two parameters have one block and different settings.
     """
     if not (uses.known or uses.unknown):  # no batch was seen
         return Structure((), ())
@@ -133,11 +123,7 @@ def _structure(
 def _stacks(
     blocks: Sequence[Block], options: Options, owners: Mapping[str, int]
 ) -> Iterator[tuple[Block, ...]]:
-    """Yield equal blocks together.
-
-    Blocks that share factors are stacked with those that share equal ones, so that stacks share
-    factors, too.
-    """
+    """Yield equal blocks together; stacks share factors where their blocks do."""
     groups = connected(map(_connections, blocks))
     equal: dict[Any, list[list[Block]]] = {}
     for unit in ([blocks[i] for i in group] for group in groups):

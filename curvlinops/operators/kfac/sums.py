@@ -9,14 +9,7 @@ from torch import Tensor
 
 from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
-from curvlinops.operators.kfac.blocks import (
-    BASES,
-    COUNTS,
-    INPUTS,
-    WEIGHT,
-    Stack,
-    Uses,
-)
+from curvlinops.operators.kfac.blocks import BASES, COUNTS, INPUTS, WEIGHT, Stack, Uses
 from curvlinops.operators.kfac.options import Options
 from curvlinops.operators.kfac.partition import among, num_entries, units
 from curvlinops.operators.kfac.structure import Structure, structure_of
@@ -40,38 +33,29 @@ class ChangedError(RuntimeError):
 @recorded
 @dataclass
 class FactorSums:
-    """Sums over some data, which become means once all batches were added.
-
-    Attributes:
-        space: All parameters.
-        options: The options of the approximation.
-        uses: The uses of the parameters that the data shows.
-        tensors: The sums, or means, and the eigenbases of EKFAC. Those of an operator never change;
-            new ones take their place.
-        num_batches: The number of batches, of the rank that had most.
-        scale: The risk's normalization c, by which means of gradients were multiplied; ``None`` for
-            sums.
-        is_updated: Whether there are batches among the data that the operator's own may not have.
-        num_samples: The number of samples in the data of all ranks, if it is known.
-        is_apart: Whether equal sums are tensors of their own, as those in several files.
-        firsts: The shapes of the matrices in whose eigenbases eigenvalues are, by the first view of
-            a block.
-        ranks: The processes that compute the sums together.
-        owners: The rank that has the sums of a parameter; empty if all ranks have all.
-        structure: The blocks that are made of the sums, and where the sums are.
-    """
+    """Sums over some data, which become means once all batches were added."""
 
     space: ParameterSpace
     options: Options
+    #: The uses of the parameters that the data shows.
     uses: Uses = field(default_factory=Uses)
+    #: The sums, or means, and the eigenbases of EKFAC. Those of an operator never change; new ones
+    #: take their place.
     tensors: dict[Stack, Tensor] = field(default_factory=dict)
+    #: The number of batches, of the rank that had most.
     num_batches: int = 0
+    #: The risk's normalization c, by which means of gradients were multiplied; ``None`` for sums.
     scale: float | None = None
+    #: Whether there are batches that the operator's own data may not have.
     is_updated: bool = False
+    #: The number of samples in the data of all ranks, if it is known.
     num_samples: int | None = None
+    #: Whether equal sums are tensors of their own, as those in several files.
     is_apart: bool = False
+    #: The shapes of the matrices in whose eigenbases eigenvalues are, by a block's first view.
     firsts: Mapping[ParameterView, KroneckerShape] = field(default_factory=dict)
     ranks: Team = ALONE
+    #: The rank that has the sums of a parameter; empty if all ranks have all.
     owners: Mapping[str, int] = field(default_factory=dict)
     structure: Structure = None
 
@@ -92,11 +76,7 @@ class FactorSums:
         return self.tensors.get(WEIGHT, 0.0)
 
     def with_uses(self, uses: Uses) -> "FactorSums":
-        """Return the sums for the blocks that these uses, of this data and more, lead to.
-
-        Raises:
-            ChangedError: If a block becomes an exact one, which this data has no sums for.
-        """
+        """Return the sums for these uses and more; raise a ChangedError if that needs others."""
         if self.uses == uses:
             return self
         after, before = self.changed(uses=uses), self.structure.exact
@@ -151,17 +131,9 @@ class FactorSums:
 
     @classmethod
     def joined(
-        cls,
-        source: str,
-        parts: Iterable["FactorSums"],
-        space: ParameterSpace,
-        options: Options,
+        cls, source: str, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
     ) -> "FactorSums":
-        """Return the means of all parameters, from parts of a source, such as a directory's files.
-
-        Raises:
-            ValueError: If parameters are missing, or the parts are of different data.
-        """
+        """Return the means of all parameters, from parts of one source and of the same data."""
         needed, there = list[FactorSums](), set[str]()
         for part in sorted(parts, key=lambda part: (-len(part.space.names), part.space.names)):
             names = part.space.names
