@@ -1,10 +1,10 @@
 """Times quantities as multiples of one gradient, by this package, by hand, and by its peers.
 
 `make bench` runs all, and writes `results/` (JSON, Markdown, a picture); with `--problems` or
-`--rows` a part is printed only. Each package has a process of its own with one thread; the
-processes take turns. Peers take part if they are installed in a separate environment, whose Python
-is `--peers` (`make bench-peers` builds it), and can be imported. `report.py` writes tables and
-pictures anew.
+`--rows` a part is printed only. The problem of real size runs only if `--problems` names it. Each
+package has a process of its own with one thread; the processes take turns. Peers take part if they
+are installed in a separate environment, whose Python is `--peers` (`make bench-peers` builds it),
+and can be imported. `report.py` writes tables and pictures anew.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import packages as p
 import scipy
 import torch
 from packages import PACKAGES
-from problems import PROBLEMS, RESTRICTED, Problem, make
+from problems import LARGE, PROBLEMS, RESTRICTED, Problem, make
 from problems import about as about_problem
 from report import table, write
 from tqdm import tqdm
@@ -67,6 +67,22 @@ AGAIN_STATES = {
     name: states
     for name, states in STATES.items()
     if "KFAC" in name or name in (p.GRADIENTS, p.SCORES)
+}
+#: The problem of real size: what people compute with factors of hundreds and thousands of rows.
+LARGE_STATES = {
+    p.HESSIAN: (SEEN, STEP),
+    p.GGN: (SEEN, STEP),
+    p.KFAC: (SEEN, STEP),
+    p.KFAC_PRODUCT: (LATER,),
+    p.PLAIN: (FIRST,),
+    p.SMALL: (FIRST,),
+    p.HEURISTIC: (FIRST,),
+    p.EXACT: (FIRST,),
+    p.INVERSE_PRODUCT: (LATER,),
+    p.EKFAC: (FIRST,),
+    p.EKFAC_PRODUCT: (LATER,),
+    p.LOGDET: (FIRST,),
+    p.LEADING: (SEEN,),
 }
 MEASURED = (*PROBLEMS, *sorted(AGAIN))
 #: What grows -> problems of growing size, and what is measured of them.
@@ -317,7 +333,7 @@ def about(device: str) -> dict[str, str]:
 def main() -> None:
     """Measure, print, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--problems", nargs="+", choices=MEASURED)
+    parser.add_argument("--problems", nargs="+", help=f"of {', '.join([*MEASURED, LARGE])}")
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of the names of rows")
     parser.add_argument("--growth", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
@@ -353,6 +369,7 @@ def main() -> None:
         gradients = dict(measure(problem, {"gradient": (SEEN,)}, workers, _all_rows(args)))
         unit = min(cell["seconds"] for cell in gradients[f"gradient, {SEEN}"].values())
         states = AGAIN_STATES if problem in AGAIN else STATES
+        states = LARGE_STATES if problem.startswith(LARGE) else states
         rows = dict(measure(problem, states, workers, args))
         about_it = {"about": about_problem(problem), "gradient": unit}
         results["problems"][problem] = about_it | {"rows": rows}

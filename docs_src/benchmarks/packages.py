@@ -24,6 +24,10 @@ KFAC_PRODUCT, EKFAC = "KFAC product", "EKFAC and product"
 #: Damping and product, from factors. Damping is large enough that rounding errors are small.
 PLAIN, HEURISTIC, EXACT = (f"KFAC inverse {how}" for how in ("plain", "heuristic", "exact"))
 DAMPING = 1e-2
+#: Quantities of real size: an inverse with little damping, products with what is there already.
+SMALL, SMALL_DAMPING = "KFAC inverse plain, damping 1e-3", 1e-3
+INVERSE_PRODUCT, EKFAC_PRODUCT = "product of a KFAC inverse", "EKFAC product"
+LOGDET, LEADING = "KFAC log-determinant, damping 1e-3", "GGN, 3 eigenpairs"
 GRADIENTS, NORMS, DIAGONAL = "gradients of samples", "norms of gradients", "GGN diagonal"
 #: Inner products of gradients of samples with vectors, which may have matrices of rank 2.
 SCORES, MANY_SCORES = "scores, 32 columns", "scores, 64 columns"
@@ -94,10 +98,10 @@ def solve(matvec: Callable[[Tensor], Tensor], dim: int, device: torch.device) ->
     return torch.from_numpy(cg(A, np.ones(dim, dtype=np.float32), rtol=PRECISION)[0])
 
 
-def largest(A: Any) -> np.ndarray:
+def largest(A: Any, pairs: int = PAIRS) -> np.ndarray:
     """Return the largest eigenvalues by SciPy's eigsh."""
     v0 = np.random.default_rng(0).standard_normal(A.shape[0], dtype=np.float32)
-    return eigsh(A, PAIRS, which="LA", tol=TOLERANCE, v0=v0)[0]
+    return eigsh(A, pairs, which="LA", tol=TOLERANCE, v0=v0)[0]
 
 
 def scores(rows: list[Tensor], columns: int) -> Tensor:
@@ -155,8 +159,11 @@ def ours(check_deterministic: bool = True) -> Quantities:
 
         return Quantity(build, ask, comparable=False)
 
-    def inverse(**options: bool) -> Callable[[Any], Any]:
-        return lambda K: multiply(K.inverse(DAMPING, **options))
+    def inverse(damping: float = DAMPING, **options: bool) -> Callable[[Any], Any]:
+        return lambda K: multiply(K.inverse(damping, **options))
+
+    def inverted(p: Problem) -> Any:
+        return operator("KFAC")(p).inverse(DAMPING)
 
     def cg_solve(G: Any) -> Tensor:
         b = torch.ones(G.shape[0], dtype=G.torch_dtype, device=G.device)
@@ -178,8 +185,8 @@ def ours(check_deterministic: bool = True) -> Quantities:
     def of_ggn(ask: Callable[[Any], Any], comparable: bool = True) -> Quantity:
         return Quantity(operator("GGN"), ask, comparable=comparable)
 
-    def eigenvalues(G: Any) -> Tensor:
-        return curvlinops.eigsh(G, min(PAIRS, G.shape[0]), "LA", tol=TOLERANCE, seed=0).eigenvalues
+    def eigenvalues(G: Any, pairs: int = PAIRS) -> Tensor:
+        return curvlinops.eigsh(G, min(pairs, G.shape[0]), "LA", tol=TOLERANCE, seed=0).eigenvalues
 
     def trace(G: Any) -> Tensor:
         return curvlinops.hutchpp_trace(G, min(PRODUCTS, G.shape[0] // 3 * 3), seed=0)
@@ -198,7 +205,12 @@ def ours(check_deterministic: bool = True) -> Quantities:
         PLAIN: from_factors(inverse()),
         HEURISTIC: from_factors(inverse(use_heuristic_damping=True)),
         EXACT: from_factors(inverse(use_exact_damping=True)),
+        SMALL: from_factors(inverse(SMALL_DAMPING)),
+        INVERSE_PRODUCT: Quantity(inverted, multiply, comparable=False),
+        LOGDET: from_factors(lambda K: K.damped(SMALL_DAMPING).logdet()),
+        LEADING: of_ggn(partial(eigenvalues, pairs=3)),
         EKFAC: Quantity(operator("EKFAC"), multiply, comparable=False),
+        EKFAC_PRODUCT: Quantity(operator("EKFAC"), multiply, comparable=False),
         GRADIENTS: method(samples, "gradients"),
         NORMS: method(samples, "norms"),
         SCORES: Quantity(operator(samples), lambda A: multiply(A, 32)),
@@ -447,9 +459,14 @@ def incumbent() -> Quantities:
 
         return Quantity(build, ask, comparable=False)
 
-    def inverse(**options: bool) -> Quantity:
+    def inverse(damping: float = DAMPING, **options: bool) -> Quantity:
         kind = curvlinops.KFACInverseLinearOperator
-        return from_factors(lambda K: multiply(kind(K, damping=DAMPING, **options)))
+        return from_factors(lambda K: multiply(kind(K, damping=damping, **options)))
+
+    def inverted(p: Problem) -> Any:
+        K = operator("KFAC")(p)
+        K.compute_kronecker_factors()
+        return curvlinops.KFACInverseLinearOperator(K, damping=DAMPING)
 
     def train(p: Problem) -> list[Tensor]:
         ((X, y),), kind = p.data, curvlinops.KFACInverseLinearOperator
@@ -480,8 +497,12 @@ def incumbent() -> Quantities:
         PLAIN: inverse(),
         HEURISTIC: inverse(use_heuristic_damping=True),
         EXACT: inverse(use_exact_damping=True),
+        SMALL: inverse(SMALL_DAMPING),
+        INVERSE_PRODUCT: Quantity(inverted, multiply, comparable=False),
         EKFAC: Quantity(operator("EKFAC"), multiply, comparable=False),
+        EKFAC_PRODUCT: Quantity(operator("EKFAC"), multiply, comparable=False),
         EIGENPAIRS: Quantity(operator("GGN"), lambda G: largest(G.to_scipy())),
+        LEADING: Quantity(operator("GGN"), lambda G: largest(G.to_scipy(), 3)),
         SOLVE: Quantity(operator("GGN"), cg_solve),
         TRAINING: Quantity(lambda p: p, train, comparable=False),
         TRACE: Quantity(

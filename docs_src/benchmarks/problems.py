@@ -1,4 +1,4 @@
-"""The five problems of the tables, and others of their kinds that grow in one direction.
+"""The five problems of the tables, one of real size, and others that grow in one direction.
 
 Names are those of functions, with numbers in parentheses: `deep` or `deep(layers=400)`. Of `NAME
 restricted`, only linear and convolutional layers are trained. Problems of the test suite are
@@ -125,6 +125,18 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class Encoder(nn.Module):
+    """Transformer blocks on vectors, as embeddings make them, and a head; output `[N, 10, T]`."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block(width, heads=12) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
+
+
 class GPT(nn.Module):
     """A language model like GPT-2, its head tied to the embedding; output `[N, vocabulary, T]`."""
 
@@ -151,6 +163,8 @@ def gpt2(tokens: int = 32, width: int = 64, samples: int = 8) -> Problem:
 
 RESTRICTED = " restricted"
 PROBLEMS = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
+LARGE = "transformer"
+LARGE = "transformer"
 
 
 def _of_the_test_suite(name: str) -> Problem:
@@ -178,9 +192,23 @@ def _restrict(problem: Problem) -> None:
 
 def about(name: str) -> str:
     """Return a sentence about a problem."""
+    if name.startswith(LARGE):
+        return " ".join(transformer.__doc__.split())
     restricted = name.endswith(RESTRICTED)
     more = " Only parameters of linear and convolutional layers, without the tied head."
     return PROBLEMS[name.removesuffix(RESTRICTED)].__doc__ + (more if restricted else "")
+
+
+def transformer(width: int = 768, depth: int = 12) -> Problem:
+    """A transformer of 12 blocks of width 768, 2 batches of 4 x 64 vectors: the size of GPT-2.
+
+    Its linear layers are trained, 85 million parameters.
+    """
+    model = Encoder(width, depth)
+    data = [(torch.randn(4, 64, width), torch.randint(10, (4, 64))) for _ in range(2)]
+    problem = Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, exact=False)
+    _restrict(problem)
+    return problem
 
 
 def make(name: str, device: str = "cpu") -> Problem:
@@ -191,7 +219,8 @@ def make(name: str, device: str = "cpu") -> Problem:
     call = name.removesuffix(RESTRICTED)
     maker, numbers = re.fullmatch(r"(\w+)(?:\((.*)\))?", call).groups()
     pairs = (pair.split("=") for pair in (numbers or "").split(",") if pair)
-    problem = PROBLEMS[maker](**{key.strip(): int(value) for key, value in pairs})
+    make_problem = transformer if maker == LARGE else PROBLEMS[maker]
+    problem = make_problem(**{key.strip(): int(value) for key, value in pairs})
     if call != name:
         _restrict(problem)
     problem.model.to(device)
