@@ -514,7 +514,9 @@ def ids(changed: int) -> Callable[[World], None]:
 def masked(place: int) -> Callable[[World], None]:
     """Add a mask with one true value to the first batch, which the model does not read."""
     mask = torch.arange(40) == place
-    return set_to(wrap=lambda x: (x, mask.view(8, 5)[: len(x)]), unwrap=lambda X: X[0])
+    options = {"batch_size_fn": lambda X: len(X[0])}
+    wrapped = {"wrap": lambda x: (x, mask.view(8, 5)[: len(x)]), "unwrap": lambda X: X[0]}
+    return set_to(**wrapped, options=options)
 
 
 def shortened(w: World) -> None:
