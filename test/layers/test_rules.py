@@ -423,11 +423,6 @@ def _packed(s: Using, X: PackedSequence) -> Tensor:
     return s.c(out.sum(1))
 
 
-def _rows(s: Using, X: PackedSequence) -> Tensor:
-    """Rows, here samples, are ordered by time: neighboring rows are of different sequences."""
-    return torch.tanh(s.a(X.data))
-
-
 def _bags(s: Using, X: tuple[Tensor, Tensor]) -> Tensor:
     return s.c(s.bag(*X))
 
@@ -467,7 +462,6 @@ IRREGULAR: dict[str, tuple[Callable, Callable[[], list], Callable | None]] = {
     ),
     "nothing known": (_cells, lambda: [_signed(1, 4, 3, 3), _signed(1, 2, 2, 3)], lambda X: 0),
     "packed sequences": (_packed, lambda: [_sequences(3, 1, 2), _sequences(2, 4)], None),
-    "rows of packed sequences": (_rows, lambda: [_sequences(4, 3, 2)], None),
     "bags with offsets": (
         _bags, lambda: [_offsets(0, 3, 4, 8), _offsets(0, 2)], lambda X: len(X[1])
     ),
@@ -487,6 +481,16 @@ def test_irregular_batches(name: str):
     check_rows(PerSampleGradients(*arguments, batch_size_fn=size), rows)
     fisher = EFLinearOperator(*arguments, terms="sample", batch_size_fn=size).to_dense()
     torch.testing.assert_close(fisher, rows.T @ rows)
+
+
+def test_rows_of_packed_sequences_are_refused():
+    """They are ordered by time: neighboring rows are of different sequences."""
+    model = Using(lambda s, X: torch.tanh(s.a(X.data)), a=nn.Linear(3, 3)).double()
+    X = _sequences(4, 3, 2)
+    data = [(X, torch.randn_like(model(X)).detach())]
+    for cls, options in ((PerSampleGradients, {}), (EFLinearOperator, {"terms": "sample"})):
+        with pytest.raises(ValueError, match="not known which rows are whose"):
+            cls(model, LOSS, list(model.parameters()), data, **options)
 
 
 def test_samples_of_unequal_size():
