@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from curvlinops.influence.low_rank import LowRankColumns
@@ -54,7 +55,8 @@ def scoring(
         if per_position:
             scores = products_by_position(problem, columns, type(rows).__name__)
         else:
-            together = type(columns) is dict  # neither of low rank nor gathered layer by layer
+            # neither gathered layer by layer nor of low rank
+            together = type(columns) is dict and all(map(torch.is_tensor, columns.values()))
             scores = products(rows._rows_of(problem, together), columns)
         return scores[..., 0] if is_vector else scores
 
