@@ -784,6 +784,8 @@ def imported(path: str) -> ModuleType:
 def test_tables_of_others_are_proved():
     uses, kfac = imported("layers/test_uses.py"), imported("kfac/test_kfac_architectures.py")
     for name, (function, parts, inputs, _) in uses.MODELS.items():
+        if name == "gradients_that_end":  # none reaches the first layer: nothing is claimed of it
+            continue
         for x in inputs():
             built = {
                 n: uses.weight(*part) if isinstance(part, tuple) else part()
