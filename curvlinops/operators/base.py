@@ -182,10 +182,8 @@ class DataLinearOperator(TorchLinearOperator):
             for block in self._blocks
         )
         blocks = [(inputs, outputs) for inputs, outputs in blocks if inputs and outputs]
-        with (
-            self.risk.adding.summing(V, out, codomain),
-            self._together("matmat", columns, wanted=names) as totals,
-        ):
+        together = self._together("matmat", columns, wanted=names)
+        with self.risk.adding.summing(V, out, codomain), together as totals:
             if num_columns == 0 or not blocks:
                 return out
             build = partial(self._prepare, num_products=num_columns * len(blocks))

@@ -154,9 +154,10 @@ class EmpiricalRisk:
         with team.sending():
             self.term_size, flat = None, self.space.zeros(1)
             total = self.space.views(flat)
+        task = team.task(lambda: description(self, name))
         with (
             team.summing({}, flat, self.space),
-            team.task(lambda: description(self, name)) as totals,
+            task as totals,
             self.batches(name) as batches,
         ):
             for problem in batches:

@@ -119,7 +119,8 @@ class Team:
         """Return a context in which each process passes over its own data, and adds to totals.
 
         Afterwards the totals are those of all. Processes that describe different things, or
-        multiply different columns of a space, are refused; an error in one is raised in all.
+        multiply different columns of a space, are refused; an error in one is raised in all. Call
+        this before ``sharing`` and ``summing``, and enter it inside of them.
         """
         return nullcontext(defaultdict(float))
 
@@ -359,15 +360,13 @@ class Ranks(Team):
 class ShardedRanks(Ranks):
     """Processes that have parts of the parameters, and of vectors; perhaps with copies of both."""
 
-    @contextmanager
     def task(
         self, describe: Describe, columns: Tensor | None = None, space: Any = None
-    ) -> Iterator[Totals]:
-        """Compare before the pass, too, since processes communicate in it."""
+    ) -> AbstractContextManager[Totals]:
+        """Compare at once, too, since processes communicate in the pass."""
         with self.sending():
             self._agree(describe(), {}, None)
-        with super().task(describe, columns, space) as totals:
-            yield totals
+        return super().task(describe, columns, space)
 
     def _sketches(self, columns: Tensor | None, space: Any) -> dict[Any, list[float]]:
         """Return numbers of vectors of whole parameters, and of parts that have copies."""
