@@ -26,8 +26,8 @@ import numpy
 import packages as p
 import scipy
 import torch
-from packages import PACKAGES
-from problems import LARGE, PROBLEMS, RESTRICTED, Problem, make
+from packages import PACKAGES, UNCHECKED
+from problems import BASIC, LARGE, RESTRICTED, Problem, make
 from problems import about as about_problem
 from report import table, write
 from tqdm import tqdm
@@ -68,6 +68,24 @@ AGAIN_STATES = {
     for name, states in STATES.items()
     if "KFAC" in name or name in (p.GRADIENTS, p.SCORES)
 }
+#: Tasks that people have, on models as they have them.
+TASKS = {
+    "resnet18": {p.EIGENPAIRS: (NEW,)},
+    "mlp(batches=8)": {p.SOLVE: (NEW,)},
+    "huggingface": {p.HUTCHINSON: (NEW,)},
+}
+#: Problems whose memory is not that of fixed budgets.
+WIDE_STATES = {
+    p.HESSIAN: (STEP,),
+    p.GGN: (STEP, KEPT),
+    p.FISHER: (STEP,),
+    p.KFAC: (STEP,),
+    p.KFAC_TYPE2: (STEP,),
+    p.DIAGONAL: (STEP,),
+    p.GRADIENTS: (STEP,),
+    p.NORMS: (STEP,),
+}
+WIDE = ("resnet(width=64)", "gpt2(width=128)")
 #: The problem of real size: what people compute with factors of hundreds and thousands of rows.
 LARGE_STATES = {
     p.HESSIAN: (SEEN, STEP),
@@ -84,7 +102,7 @@ LARGE_STATES = {
     p.LOGDET: (FIRST,),
     p.LEADING: (SEEN,),
 }
-MEASURED = (*PROBLEMS, *sorted(AGAIN))
+MEASURED = (*BASIC, *sorted(AGAIN), *TASKS, *WIDE)
 #: What grows -> problems of growing size, and what is measured of them.
 GROWTH = {
     "layers": (
@@ -115,7 +133,7 @@ GROWTH = {
 #: The largest relative difference that is rounding, where it is not 1e-8.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 #: Whose construction costs differently; so only rows that construct are measured.
-CONSTRUCTS = {"unchecked"}
+CONSTRUCTS = {f"{name}{UNCHECKED}" for name in ("ours", "curvlinops-for-pytorch")}
 #: Rows whose calls take long stop after so many rounds, once so many seconds are over.
 ROUNDS, ENOUGH = 3, 3
 
@@ -126,7 +144,8 @@ def _command(python: str) -> list[str]:
 
 
 def _environment(tree: Path = ROOT) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(tree)}
+    # users import compiled files
+    return os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 class Worker:
@@ -292,7 +311,7 @@ def start(args: argparse.Namespace) -> tuple[dict[str, Worker], dict[str, str], 
                 raise
             missing[name] = str(error)
         else:
-            if package.distribution:
+            if package.distribution and package.module:
                 peers[name] = versions[package.distribution]
     return workers, peers, missing
 
@@ -368,9 +387,7 @@ def main() -> None:
     for problem in args.problems or MEASURED:
         gradients = dict(measure(problem, {"gradient": (SEEN,)}, workers, _all_rows(args)))
         unit = min(cell["seconds"] for cell in gradients[f"gradient, {SEEN}"].values())
-        states = AGAIN_STATES if problem in AGAIN else STATES
-        states = LARGE_STATES if problem.startswith(LARGE) else states
-        rows = dict(measure(problem, states, workers, args))
+        rows = dict(measure(problem, states_of(problem), workers, args))
         about_it = {"about": about_problem(problem), "gradient": unit}
         results["problems"][problem] = about_it | {"rows": rows}
         save()
@@ -382,6 +399,15 @@ def main() -> None:
     for worker in workers.values():
         worker.close()
     print(table(results))
+
+
+def states_of(problem: str) -> dict[str, tuple]:
+    """Return what is measured of a problem, and in which states."""
+    if problem.startswith(LARGE):
+        return LARGE_STATES
+    if problem in WIDE:
+        return WIDE_STATES
+    return AGAIN_STATES if problem in AGAIN else TASKS.get(problem, STATES)
 
 
 def _all_rows(args: argparse.Namespace) -> argparse.Namespace:

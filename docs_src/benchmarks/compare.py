@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench import ROOT, STATES, Worker, measure, rounding
-from problems import PROBLEMS, make
+from problems import BASIC, make
 from worker import SEEN
 
 #: One problem of the test suite for each kind of model and loss.
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument(
         "--base", help="a commit, or a folder with the package; by default, where main was left"
     )
-    parser.add_argument("--problems", nargs="+", default=[*PROBLEMS, *OF_THE_SUITE])
+    parser.add_argument("--problems", nargs="+", default=[*BASIC, *OF_THE_SUITE])
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of the names of rows")
     parser.add_argument("--repeats", type=int, default=2, help="rounds that count")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=False)
@@ -115,7 +115,7 @@ def main() -> None:
     with checked_out(base) as tree:
         trees = {"ours": ROOT, "base": tree}
         workers = {
-            n: Worker("unchecked", sys.executable, "cpu", 600, at) for n, at in trees.items()
+            n: Worker("ours unchecked", sys.executable, "cpu", 600, at) for n, at in trees.items()
         }
         states = {name: STATES.get(name, (SEEN,)) for name in workers["ours"].comparable}
         print(f"{'':72} {'differs':>8} {'ms':>9} {'time':>7}  memory")

@@ -32,8 +32,8 @@ GRADIENTS, NORMS, DIAGONAL = "gradients of samples", "norms of gradients", "GGN 
 #: Inner products of gradients of samples with vectors, which may have matrices of rank 2.
 SCORES, MANY_SCORES = "scores, 32 columns", "scores, 64 columns"
 LOW_RANK_SCORES = "scores, 64 columns of rank 2"
-TRACE = "GGN, Hutch++ trace"
-PRODUCTS = 30
+TRACE, HUTCHINSON = "GGN, Hutch++ trace", "GGN, Hutchinson"
+PRODUCTS, MATVECS = 30, 20
 #: Tasks from end to end: SciPy's tolerances, and SGD whose gradients KFAC preconditions.
 EIGENPAIRS, SOLVE, TRAINING = "GGN, 10 eigenpairs", "GGN, CG", "KFAC, 10 steps of training"
 PAIRS, TOLERANCE = 10, 1e-3
@@ -229,7 +229,7 @@ def ours(check_deterministic: bool = True) -> Quantities:
         "gradients, transposed product": Quantity(operator(samples), lambda A: multiply(A.T)),
         "GGN trace": method(diagonal, "trace"),
         "sampled GGN diagonal": method(diagonal, "diagonal", mc_samples=1),
-        "GGN, Hutchinson": of_ggn(lambda G: curvlinops.hutchinson_trace(G, 20, seed=0)),
+        HUTCHINSON: of_ggn(lambda G: curvlinops.hutchinson_trace(G, MATVECS, seed=0)),
         "GGN, XTrace": of_ggn(lambda G: curvlinops.xtrace(G, 20, seed=0)),
         "GGN, density": of_ggn(
             lambda G: list(curvlinops.lanczos_approximate_spectrum(G, 15, seed=0))
@@ -426,7 +426,7 @@ def by_hand() -> Quantities:
     }
 
 
-def incumbent() -> Quantities:
+def incumbent(check_deterministic: bool = True) -> Quantities:
     """Return the quantities of curvlinops-for-pytorch."""
     import curvlinops
 
@@ -437,7 +437,7 @@ def incumbent() -> Quantities:
             if "KFAC" in kind:
                 more["num_per_example_loss_terms"] = p.data[0][1][0].numel()
             cls = getattr(curvlinops, f"{kind}LinearOperator")
-            return cls(*arguments, **more, check_deterministic=False)
+            return cls(*arguments, **more, check_deterministic=check_deterministic)
 
         return build
 
@@ -507,6 +507,9 @@ def incumbent() -> Quantities:
         TRAINING: Quantity(lambda p: p, train, comparable=False),
         TRACE: Quantity(
             operator("GGN"), lambda G: curvlinops.hutchpp_trace(G, PRODUCTS), comparable=False
+        ),
+        HUTCHINSON: Quantity(
+            operator("GGN"), lambda G: curvlinops.hutchinson_trace(G, MATVECS), comparable=False
         ),
     }
 
@@ -650,11 +653,16 @@ class Package(NamedTuple):
     module: str | None = None
 
 
+#: What the names of packages end with whose check at construction is switched off.
+UNCHECKED = " unchecked"
 PACKAGES = {
     "ours": Package(ours, module="curvlinops"),
-    "unchecked": Package(partial(ours, check_deterministic=False)),
+    f"ours{UNCHECKED}": Package(partial(ours, check_deterministic=False)),
     "by hand": Package(by_hand),
     "curvlinops-for-pytorch": Package(incumbent, "curvlinops-for-pytorch", "curvlinops"),
+    f"curvlinops-for-pytorch{UNCHECKED}": Package(
+        partial(incumbent, check_deterministic=False), "curvlinops-for-pytorch"
+    ),
     "backpack": Package(backpack, "backpack-for-pytorch", "backpack.extensions"),
     "opacus": Package(opacus, "opacus", "opacus"),
     "nngeometry": Package(nngeometry, "nngeometry", "nngeometry.metrics"),

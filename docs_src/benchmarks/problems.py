@@ -1,4 +1,4 @@
-"""The five problems of the tables, one of real size, and others that grow in one direction.
+"""The five problems of the tables, those of tasks, one of real size, and others that grow.
 
 Names are those of functions, with numbers in parentheses: `deep` or `deep(layers=400)`. Of `NAME
 restricted`, only linear and convolutional layers are trained. Problems of the test suite are
@@ -69,9 +69,10 @@ def deep(layers: int = 100, width: int = 32, classes: int = 10) -> Problem:
     )
 
 
-def mlp() -> Problem:
+def mlp(batches: int = 1) -> Problem:
     """A network of widths 784-512-256-10, batch 512."""
-    return _classifier(_dense([784, 512, 256, 10], nn.ReLU), torch.randn(512, 784), 10)
+    X = torch.randn(512 * batches, 784)
+    return _classifier(_dense([784, 512, 256, 10], nn.ReLU), X, 10, batches)
 
 
 class Residual(nn.Module):
@@ -100,6 +101,18 @@ def resnet(width: int = 16) -> Problem:
     blocks += [Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)]
     model, X = nn.Sequential(*stem, *blocks, *head), torch.randn(32, 3, 16, 16)
+    model(X)  # for running means and variances
+    return _classifier(model.eval(), X, 10)
+
+
+def resnet18(width: int = 16) -> Problem:
+    """A ResNet-18 with 0.7 million parameters on 3 x 32 x 32 images, batch 64, in eval mode."""
+    stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    widths, blocks = [width, width, 2 * width, 4 * width, 8 * width], []
+    for inputs, outputs in pairwise(widths):
+        blocks += [Residual(inputs, outputs, outputs // inputs), Residual(outputs, outputs, 1)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8 * width, 10)]
+    model, X = nn.Sequential(*stem, *blocks, *head), torch.randn(64, 3, 32, 32)
     model(X)  # for running means and variances
     return _classifier(model.eval(), X, 10)
 
@@ -161,9 +174,33 @@ def gpt2(tokens: int = 32, width: int = 64, samples: int = 8) -> Problem:
     return Problem(model, nn.CrossEntropyLoss(), params, data, exact=False)
 
 
+class Logits(nn.Module):
+    """A language model of Hugging Face as a function of tokens; output `[N, vocabulary, T]`."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(input_ids=x).logits.transpose(1, 2)
+
+
+def huggingface(width: int = 128, depth: int = 4) -> Problem:
+    """Hugging Face's GPT-2 with 4 blocks of width 128, vocabulary 1,000, batch 8 of 32 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 1000, "n_positions": 32, "n_head": 4, "use_cache": False}
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(n_layer=depth, n_embd=width, attn_implementation="eager", **sizes)
+    model, X = Logits(GPT2LMHeadModel(config)).eval(), torch.randint(1000, (8, 32))
+    data = [(X, X.roll(-1, 1))]
+    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, exact=False)
+
+
 RESTRICTED = " restricted"
-PROBLEMS = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
-LARGE = "transformer"
+#: The problems of which all is measured, and those of single tasks.
+BASIC = {maker.__name__: maker for maker in (tiny, deep, mlp, resnet, gpt2)}
+PROBLEMS = BASIC | {maker.__name__: maker for maker in (resnet18, huggingface)}
 LARGE = "transformer"
 
 
@@ -196,7 +233,10 @@ def about(name: str) -> str:
         return " ".join(transformer.__doc__.split())
     restricted = name.endswith(RESTRICTED)
     more = " Only parameters of linear and convolutional layers, without the tied head."
-    return PROBLEMS[name.removesuffix(RESTRICTED)].__doc__ + (more if restricted else "")
+    call = name.removesuffix(RESTRICTED)
+    maker, _, numbers = call.rstrip(")").partition("(")
+    changed = f" Here with {numbers.replace('=', ' = ')}." if numbers else ""
+    return PROBLEMS[maker].__doc__ + changed + (more if restricted else "")
 
 
 def transformer(width: int = 768, depth: int = 12) -> Problem:

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: This package with the defaults, and without the check at construction.
-OURS, UNCHECKED, BY_HAND = "ours", "unchecked", "by hand"
+OURS, BY_HAND = "ours", "by hand"
+#: What the name of a package ends with whose check at construction is switched off.
+UNCHECKED = " unchecked"
 #: The relative difference of numbers from which on a package computes something else.
 WRONG = 1e-3
 #: Ratios up to this one are called equal. So are smaller peaks of memory.
@@ -74,7 +75,7 @@ def _by_row(sizes: dict) -> dict[str, dict]:
 
 def _rows(rows: dict, show: Callable[[dict], str]) -> list[str]:
     found = dict.fromkeys(name for cells in rows.values() for name in cells)
-    first = [name for name in (OURS, UNCHECKED, BY_HAND) if name in found]
+    first = [name for name in (OURS, OURS + UNCHECKED, BY_HAND) if name in found]
     packages = [*first, *(name for name in found if name not in first)]
     lines = [f"| | {' | '.join(packages)} |", "|---" * (len(packages) + 1) + "|"]
     for row, cells in rows.items():
@@ -123,19 +124,23 @@ def ratios(results: dict, what: str) -> Ratios:
     """Return this package's seconds or bytes over those of others.
 
     Returns:
-        For each problem and row: over the best peer's with the defaults (`peer`) and without the
-        check (`unchecked`), and over those of code by hand with the defaults (`by hand`).
+        For each problem and row: over the best peer's, all with their defaults (`peer`), the same
+        without checks (`unchecked`), and with the defaults over those of code by hand (`by hand`).
     """
     found: Ratios = {}
     for problem, result in results["problems"].items():
         for row, cells in result["rows"].items():
             right = {n: c[what] for n, c in cells.items() if _counts(c, what)}
-            peers = {n: x for n, x in right.items() if n not in (OURS, UNCHECKED, BY_HAND)}
-            pairs = {"peer": OURS, UNCHECKED: UNCHECKED} if peers else {}
-            ratio = {k: right[n] / min(peers.values()) for k, n in pairs.items() if n in right}
-            if OURS in right and BY_HAND in right:
-                ratio[BY_HAND] = right[OURS] / right[BY_HAND]
-            found.setdefault(problem, {})[row] = ratio
+            peers = {n for n in right if not n.endswith(UNCHECKED)} - {OURS, BY_HAND}
+            pairs = {"peer": (OURS, peers), BY_HAND: (OURS, {BY_HAND} & right.keys())}
+            if OURS + UNCHECKED in right:  # elsewhere there is no check
+                unchecked = {n + UNCHECKED if n + UNCHECKED in right else n for n in peers}
+                pairs[UNCHECKED] = OURS + UNCHECKED, unchecked
+            found.setdefault(problem, {})[row] = {
+                kind: right[own] / min(right[n] for n in others)
+                for kind, (own, others) in pairs.items()
+                if own in right and others
+            }
     return found
 
 
@@ -155,7 +160,7 @@ def _worse(results: dict) -> list[str]:
         worse = sum(ratio.get("peer", 0) > EQUAL for ratio in pairs)
         lines += [
             f"A peer {verb} in {worse} of {count} comparisons, by more than {EQUAL - 1:.0%}"
-            + (". This package, with its defaults, over the best peer:" if worse else "."),
+            + (". This package over the best peer, all with their defaults:" if worse else "."),
             "",
         ]
         rows: dict[str, dict[str, float]] = {}
@@ -171,9 +176,11 @@ def picture(results: dict, of_problems: Ratios, what: str, path: Path) -> None:
     """Draw this package's time or memory over that of the best peer, and of code by hand."""
     from matplotlib import pyplot as plt
 
-    problems = results["problems"]
-    rows = list(dict.fromkeys(row for result in problems.values() for row in result["rows"]))
-    size = (max(7, 3.2 + 1.6 * len(problems)), 1 + 0.22 * len(rows))
+    of_all = {name: result["rows"] for name, result in results["problems"].items()}
+    # a row alone is in the tables
+    problems = [name for name, rows in of_all.items() if len(rows) > 1] or list(of_all)
+    rows = list(dict.fromkeys(row for problem in problems for row in of_all[problem]))
+    size = (max(7, 3.2 + 1.4 * len(problems)), 1 + 0.22 * len(rows))
     options = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
     figure, axes = plt.subplots(1, len(problems), figsize=size, **options)
     styles = {
@@ -200,14 +207,16 @@ def picture(results: dict, of_problems: Ratios, what: str, path: Path) -> None:
     axes[0][0].set_ylim(len(rows) - 0.5, -0.5)
     labels = {
         "peer": f"{what} over that of the best peer",
-        UNCHECKED: "the same, without the check at construction",
+        UNCHECKED: "the same, all without checks at construction",
         BY_HAND: f"{what} over that of code by hand",
     }
     handles = []
     for kind, label in labels.items():
         color = {"edgecolors" if kind == UNCHECKED else "color": "gray"}
         handles.append(plt.scatter([], [], **styles[kind], **color, label=label))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    for color, label in (("tab:green", "at most as much"), ("tab:red", "more")):
+        handles.append(plt.scatter([], [], marker="s", color=color, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -239,7 +248,7 @@ def growth_picture(growth: dict, path: Path) -> None:
         ax.set_xticks(sizes, [f"{size:g}" for size in sizes])
         ax.xaxis.set_minor_locator(plt.NullLocator())
         ax.yaxis.set_minor_formatter(plt.NullFormatter())
-        ax.set_title(row, fontsize=9)
+        ax.set_title(row, fontsize=8)
         ax.grid(alpha=0.3)
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
