@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
 from curvlinops.influence.low_rank import LowRankColumns
-from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, follows, vectors_of
+from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, vectors_of
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
@@ -370,13 +370,13 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: See ``scores``.
             rank: The rank r. A matrix takes ``r (out + in)`` numbers.
         """
-        columns, is_vector = vectors_of(self, P)
-        if isinstance(P, LowRankColumns):
+        given = vectors_of(self, P)
+        if given.has_low_rank:
             raise ValueError("The vectors have a low rank already.")
-        if follows(columns):
+        if given.is_followed:
             raise ValueError(f"Vectors of low rank {NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
-        return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
+        return LowRankColumns(self.domain.gathered(given.columns), rank, given.is_single)
 
     @in_default_modes
     @together
