@@ -230,8 +230,6 @@ class Block:
     #: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
     #: diagonals ``[G, n]``; ``None`` if they are not yet known. With an eigenbasis, eigenvalues.
     matrix: Tensor | None = None
-    #: Whether this process has its matrices.
-    is_here: bool = True
     basis: Any = None
     #: The blocks that it is a stack of; empty for a single one.
     members: "tuple[Block, ...]" = ()
@@ -280,8 +278,7 @@ class Block:
                 for term, whole in zip(member.terms, self.terms, strict=True)
             ]
             basis = self.basis and self.basis.part(self, [i])
-            of_member = {"matrix": matrices[i], "is_here": self.is_here, "basis": basis}
-            parts.append(replace(member, terms=tuple(terms), **of_member))
+            parts.append(replace(member, terms=tuple(terms), matrix=matrices[i], basis=basis))
         return tuple(parts)
 
     def operator(self) -> StructuredLinearOperator:
@@ -297,6 +294,11 @@ class Block:
                 factors.reverse()
             products.append(KroneckerProductLinearOperator(*factors))
         return products[0] if len(products) == 1 else SumOfKroneckersLinearOperator(products)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has its matrices."""
+        return self.matrix is not None or any(term.factors for term in self.terms)
 
     @property
     def is_exact(self) -> bool:

@@ -70,7 +70,7 @@ def write_factors(
         sums = operator._compute(operator._no_sums(names))
         with ranks.raise_on_all_ranks():
             for unit in sums.units():
-                if sums.owners.get(unit[0], 0) == ranks.rank:
+                if sums.placement.holders(unit)[0] == ranks.rank:
                     write_part(path, sums.part(unit), key)
         del sums
     number = operator._num_samples

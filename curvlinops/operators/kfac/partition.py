@@ -1,11 +1,13 @@
 """Which parameters' factors belong together, and the passes and processes that compute them."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.structured.layout import ParameterView, connected
+from curvlinops.team.team import ALONE, Team
 
 
 def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
@@ -44,17 +46,50 @@ def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> li
     return list(parts.values())
 
 
-def among(sizes: Sequence[int], num: int) -> list[int]:
-    """Assign tasks to processes, the largest ones first to the process that has least.
+@dataclass(frozen=True)
+class Placement:
+    """Which processes have the blocks of which parameters."""
 
-    The time to decompose factors is about the power 1.5 of their size, and counts as much as
-    memory.
-    """
-    costs = [
-        size / max(sum(sizes), 1) + size**1.5 / max(sum(x**1.5 for x in sizes), 1) for size in sizes
-    ]
-    loads, owners = [0.0] * num, [0] * len(sizes)
-    for task in sorted(range(len(sizes)), key=lambda task: -costs[task]):
-        owners[task] = loads.index(min(loads))
-        loads[owners[task]] += costs[task]
-    return owners
+    ranks: Team = ALONE
+    #: The rank that has those of a parameter; ``None`` if all ranks have all.
+    owners: Mapping[str, int] | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each process has the blocks of some parameters."""
+        return self.owners is not None
+
+    @property
+    def team(self) -> Team:
+        """The processes that need each other for all blocks."""
+        return self.ranks if self.is_divided else ALONE
+
+    def holders(self, names: Collection[str]) -> Sequence[int]:
+        """Return the ranks that have blocks of some parameters; all if there are no names."""
+        if self.owners is None or not names:
+            return range(self.ranks.size)
+        return sorted({self.owners[name] for name in names})
+
+    def is_here(self, names: Collection[str]) -> bool:
+        """Return whether this process is among the holders."""
+        return self.ranks.rank in self.holders(names)
+
+    def divided(self, groups: Sequence[list[str]], sizes: Sequence[int]) -> "Placement":
+        """Return one owner for each group of parameters, given sizes; known owners stay.
+
+        The largest groups come first, to the process that has least. The time to decompose factors
+        is about the power 1.5 of their size, and counts as much as memory.
+        """
+        owners, loads = dict(self.owners or {}), [0.0] * self.ranks.size
+        pairs = zip(groups, sizes, strict=True)
+        new = [(group, size) for group, size in pairs if owners.keys().isdisjoint(group)]
+        memory, time = (max(sum(size**power for _, size in new), 1) for power in (1, 1.5))
+        costs = [(group, size / memory + size**1.5 / time) for group, size in new]
+        for group, cost in sorted(costs, key=lambda pair: -pair[1]):
+            rank = loads.index(min(loads))
+            owners |= dict.fromkeys(group, rank)
+            loads[rank] += cost
+        for group in groups:  # one that was joined to another later on
+            owner = next(owners[name] for name in group if name in owners)
+            owners |= dict.fromkeys(set(group) - owners.keys(), owner)
+        return replace(self, owners=owners)
