@@ -286,6 +286,11 @@ def loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
 # --- products
 
 
+def add_products(rows: Columns, V: Columns, out: Tensor) -> None:
+    """Add the products of rows ``[M, entries]`` with K columns to ``[K, M]``."""
+    out += multiply(rows, V)
+
+
 def multiply(rows: Columns, V: Columns) -> Tensor:
     """Return the products of rows ``[M, entries]`` with K columns, ``[K, M]``."""
     return sum(flat(v) @ rows[name].T for name, v in V.items())

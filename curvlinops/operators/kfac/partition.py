@@ -1,8 +1,7 @@
 """Which parameters' factors belong together, and the passes and processes that compute them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
@@ -16,6 +15,34 @@ def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
     together = [{use.name for use in shared} for shared in uses.inputs]
     groups = connected([*([name] for name in names), *pairs, *together])
     return [[names[i] for i in group if i < len(names)] for group in groups]
+
+
+def divided(
+    uses: Uses,
+    shapes: Mapping[str, Sequence[int]],
+    limit: int,
+    num: int,
+    known: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Return to which of ``num`` processes or passes each parameter belongs; known ones stay.
+
+    The largest units come first, to the process that has least. The time to decompose factors is
+    about the power 1.5 of their size, and counts as much as memory. Factors above the limit are
+    diagonal.
+    """
+    owners, loads, groups = dict(known or {}), [0.0] * num, units(uses, list(shapes))
+    new = [group for group in groups if owners.keys().isdisjoint(group)]
+    sizes = [num_entries(uses, group, shapes, limit) for group in new]
+    memory, time = (max(sum(size**power for size in sizes), 1) for power in (1, 1.5))
+    costs = (size / memory + size**1.5 / time for size in sizes)
+    for cost, group in sorted(zip(costs, new, strict=True), key=lambda pair: -pair[0]):
+        owner = loads.index(min(loads))
+        owners |= dict.fromkeys(group, owner)
+        loads[owner] += cost
+    for group in groups:  # one that was joined to another later on
+        owner = next(owners[name] for name in group if name in owners)
+        owners |= dict.fromkeys(set(group) - owners.keys(), owner)
+    return owners
 
 
 def num_entries(
@@ -35,15 +62,6 @@ def num_entries(
         # processes have the uses in different orders
         factors[use.view] = max(number, factors.get(use.view, 0))
     return sum(prod(shapes[name]) for name in names) + sum(factors.values())
-
-
-def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> list[list[str]]:
-    """Divide groups of parameters into at most ``num`` parts of neighbors of about equal size."""
-    total, parts = sum(sizes), dict[int, list[str]]()
-    for group, size, end in zip(groups, sizes, accumulate(sizes), strict=True):
-        middle = end - size / 2
-        parts.setdefault(min(int(middle * num / max(total, 1)), num - 1), []).extend(group)
-    return list(parts.values())
 
 
 @dataclass(frozen=True)
@@ -73,23 +91,3 @@ class Placement:
     def is_here(self, names: Collection[str]) -> bool:
         """Return whether this process is among the holders."""
         return self.ranks.rank in self.holders(names)
-
-    def divided(self, groups: Sequence[list[str]], sizes: Sequence[int]) -> "Placement":
-        """Return one owner for each group of parameters, given sizes; known owners stay.
-
-        The largest groups come first, to the process that has least. The time to decompose factors
-        is about the power 1.5 of their size, and counts as much as memory.
-        """
-        owners, loads = dict(self.owners or {}), [0.0] * self.ranks.size
-        pairs = zip(groups, sizes, strict=True)
-        new = [(group, size) for group, size in pairs if owners.keys().isdisjoint(group)]
-        memory, time = (max(sum(size**power for _, size in new), 1) for power in (1, 1.5))
-        costs = [(group, size / memory + size**1.5 / time) for group, size in new]
-        for group, cost in sorted(costs, key=lambda pair: -pair[1]):
-            rank = loads.index(min(loads))
-            owners |= dict.fromkeys(group, rank)
-            loads[rank] += cost
-        for group in groups:  # one that was joined to another later on
-            owner = next(owners[name] for name in group if name in owners)
-            owners |= dict.fromkeys(set(group) - owners.keys(), owner)
-        return replace(self, owners=owners)

@@ -11,7 +11,7 @@ from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.operators.kfac.blocks import BASES, COUNTS, INPUTS, WEIGHT, Stack, Uses
 from curvlinops.operators.kfac.options import Options
-from curvlinops.operators.kfac.partition import Placement, num_entries, units
+from curvlinops.operators.kfac.partition import Placement, divided, units
 from curvlinops.operators.kfac.structure import Structure, structure_of
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.structured.layout import ParameterView
@@ -244,12 +244,13 @@ class FactorSums:
 
     def divided(self) -> "FactorSums":
         """Return the sums with an owner for each parameter; those of others stay for now."""
-        if self.placement.ranks.size == 1:
+        num, known = self.placement.ranks.size, self.placement.owners
+        if num == 1:
             return self
-        groups, limit = self.units(), self.options.max_factor_size
-        sizes = [num_entries(self.uses, group, self.space.shapes, limit) for group in groups]
-        placement = self.placement.divided(groups, sizes)
-        return self if placement == self.placement else self.changed(placement=placement)
+        limit = self.options.max_factor_size
+        owners = divided(self.uses, self.space.shapes, limit, num, known)
+        placement = replace(self.placement, owners=owners)
+        return self if owners == known else self.changed(placement=placement)
 
     def over_ranks(self) -> "FactorSums":
         """Return the sums, or this rank's part, over the data of all ranks, which know all uses."""
