@@ -120,14 +120,7 @@ def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
 
 
 def read_tensors(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
-    """Read a list or dictionary of tensors ``[*shape]`` or ``[*shape, K]``, without copies.
-
-    Returns:
-        This process's parts of them by name, in the order of the space.
-
-    Raises:
-        ValueError: If names, shapes or numbers of columns do not fit.
-    """
+    """Return this process's parts of tensors ``[*shape]`` or ``[*shape, K]`` by name, no copies."""
     values = _by_name(x, space)
     for name, shape in space.shapes.items():
         if shape not in (values[name].shape, values[name].shape[:-1]):

@@ -42,15 +42,7 @@ class Team:
     """Processes that compute together. This class is a process alone, which has all of the data.
 
     All processes call the methods that communicate, in the same order. Those of a process alone
-    return what they are given.
-
-    Args:
-        group: The ``torch.distributed.ProcessGroup``, if there is one.
-        shards: The parameters of the model that are sharded, see ``shards_of``.
-
-    Attributes:
-        size: The number of processes.
-        rank: The number of this one.
+    return what they are given. ``shards`` are the sharded parameters of the model.
     """
 
     size, rank = 1, 0

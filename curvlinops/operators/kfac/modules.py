@@ -60,15 +60,10 @@ def _reason(terms: Iterable[Term], fisher_type: FisherType) -> str:
 
 
 class ModuleFactors(NamedTuple):
-    """The factors of a module's weight, or of its bias if its weight is no parameter.
-
-    Attributes:
-        term: The Kronecker product.
-        positions: The positions of the module's parameters among all parameters, as in
-            ``{"weight": 0, "bias": 1}``.
-    """
+    """The factors of a module's weight, or of its bias if its weight is no parameter."""
 
     term: Term
+    #: The module's parameters among all parameters, as in ``{"weight": 0, "bias": 1}``.
     positions: dict[str, int]
 
     @property
