@@ -262,10 +262,7 @@ class TorchLinearOperator(LinearOperator):
 
     @property
     def _team(self) -> Team:
-        """The processes that multiply together.
-
-        Of several teams it is the largest, all of whose processes wait for a product.
-        """
+        """The processes that multiply together: of several teams, the largest."""
         return largest([self.domain.team, *(operand._team for operand in self._operands())])
 
     @property

@@ -197,10 +197,7 @@ def _side_by_side(
 def products_by_position(
     problem: BatchProblem, columns: Mapping[str, Tensor | LowRank], name: str
 ) -> Tensor:
-    """Return the contribution of each of a sequence's T positions to ``products``, ``[N, T, K]``.
-
-    Layers without the sequence's positions are refused.
-    """
+    """Return what each of a sequence's T positions adds to ``products``, ``[N, T, K]``."""
     if problem.loss_needs_graph:
         raise ValueError(f"The loss is no function of the output alone. {_NO_POSITIONS}")
     samples = problem.rules(SampleBackward, name, True).capture(problem)

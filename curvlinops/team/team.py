@@ -244,10 +244,7 @@ class Ranks(Team):
     def _agree(
         self, description: Mapping[str, Any], sketches: Mapping[Any, list[float]], value: Any
     ) -> list[Any]:
-        """Return a value of each process, if all have done the same with the same vectors.
-
-        Sketches of the vectors are compared by which part of them it is.
-        """
+        """Return a value of each process, if all have done the same with the same vectors."""
         texts = {key: None if x is None else repr(x) for key, x in description.items()}
         compared = blake2b(repr(texts).encode(), digest_size=16).digest()
         every = self.gather_objects((compared, sketches, value))
