@@ -22,7 +22,7 @@ NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach
 Vectors = Mapping[str, Tensor | LowRank]
 
 
-class Given(NamedTuple):
+class ScoredVectors(NamedTuple):
     """Vectors that a user passes: one of them without an axis for K, or vectors of low rank."""
 
     columns: Vectors
@@ -35,24 +35,24 @@ class Given(NamedTuple):
         return not self.has_low_rank and any(map(is_followed, self.columns.values()))
 
 
-def vectors_of(rows: Any, P: Any) -> Given:
+def vectors_of(rows: Any, P: Any) -> ScoredVectors:
     """Read vectors of any kind."""
     if isinstance(P, LowRankColumns):
         if P.shapes != dict(rows.domain.shapes):
             raise ValueError("The vectors of low rank are of other parameters than the rows.")
-        return Given(P.columns, P.is_vector, True)
+        return ScoredVectors(P.columns, P.is_vector, True)
     if not isinstance(P, (LISTS, MAPPINGS)):
         given = read(P, rows.domain)
-        return Given(rows.domain.views(given.columns), given.is_single, False)
+        return ScoredVectors(rows.domain.views(given.columns), given.is_single, False)
     tensors, shapes = read_tensors(P, rows.domain), rows.domain.local_shapes
     is_single = all(len(shapes[name]) == x.ndim for name, x in tensors.items())
     columns = {n: x.unsqueeze(0) if is_single else x.movedim(-1, 0) for n, x in tensors.items()}
     check_finite(columns, rows.domain)
-    return Given(columns, is_single, False)
+    return ScoredVectors(columns, is_single, False)
 
 
 def scoring(
-    rows: Any, given: Given, per_position: bool = False
+    rows: Any, given: ScoredVectors, per_position: bool = False
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     if per_position and rows.terms == "term":
