@@ -169,6 +169,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self.steps,
         )
         self._options.check(self.risk.loss)
+        is_divided = self.factor_placement == "partition" and self.risk.ranks.size > 1
+        self._placement = Placement(self.risk.ranks, {} if is_divided else None)
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
@@ -193,11 +195,6 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         """Return empty sums for some parameters."""
         space = self.space.restricted(names)
         return FactorSums(space, self._options, placement=self._placement)
-
-    @property
-    def _placement(self) -> Placement:
-        is_divided = self.factor_placement == "partition" and self.risk.ranks.size > 1
-        return Placement(self.risk.ranks, {} if is_divided else None)
 
     @property
     def _team(self) -> Any:
