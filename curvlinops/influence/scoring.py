@@ -52,7 +52,7 @@ def vectors_of(rows: Any, P: Any) -> ScoredVectors:
 
 
 def scoring(
-    rows: Any, given: ScoredVectors, per_position: bool = False
+    rows: Any, given: ScoredVectors, per_position: bool
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     if per_position and rows.terms == "term":

@@ -114,11 +114,7 @@ def _by_term(
 # --- rows of tensors, and sums of them
 
 
-def write_rows(
-    pieces: Iterable[Piece],
-    out: Columns,
-    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
-) -> None:
+def write_rows(pieces: Iterable[Piece], out: Columns, view: Callable[[Tensor], Tensor]) -> None:
     """Write gradients to the view ``[V, N, *]`` of ``{name: [M, *shape]}``, and free them."""
     for samples, gradients in pieces:
         for name in list(gradients):

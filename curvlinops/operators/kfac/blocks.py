@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -315,7 +314,7 @@ def plan_blocks(
     uses: Uses,
     shapes: Mapping[str, tuple[int, ...]],
     options: Options,
-    firsts: Mapping[ParameterView, KroneckerShape] = MappingProxyType({}),
+    firsts: Mapping[ParameterView, KroneckerShape],
 ) -> tuple[Block, ...]:
     """Choose the structure of all blocks, given the shapes of all parameters.
 
