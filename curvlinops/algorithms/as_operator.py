@@ -26,21 +26,8 @@ Preconditioner = AnyMatrix | Product | None
 class Matrix:
     """An operator or matrix of any kind; it multiplies tensors and counts the products.
 
-    Args:
-        A: An operator of this package, any other scipy LinearOperator, or a matrix: a tensor, a
-            NumPy array, or a sparse matrix of SciPy's.
-        square: Whether the matrix must be square.
-
-    Attributes:
-        operator: ``A`` as an operator of this package.
-        space: The space of the vectors that it multiplies.
-        dtype: The dtype of its products, float32 or float64.
-        num_products: Number of vectors multiplied so far, by the matrix or its transpose.
-
-    Raises:
-        TypeError: If ``A`` is none of these, or complex; or if processes have parts of the vectors
-            on one side only.
-        ValueError: If ``A`` has not two axes, or must be square and is not.
+    ``operator`` is the same as an operator of this package, and ``num_products`` the number of
+    vectors multiplied so far, by the matrix or its transpose.
     """
 
     def __init__(self, A: AnyMatrix, square: bool = False):

@@ -649,10 +649,7 @@ class LanczosBasis:
         return self._rows.combine(Y)
 
     def _unit(self, row: Tensor, negligible: float) -> tuple[Tensor, float]:
-        """Return a row ``[1, D]`` of norm one, and its norm; no row ``[0, D]`` if it is negligible.
-
-        A basis of all dimensions leaves nothing.
-        """
+        """Return a row ``[1, D]`` of norm one, or none if it is negligible, and its norm."""
         norm = self._space.norms(row)
         if self.is_complete or not len(row) or not float(norm) > negligible:
             return row[:0], 0.0

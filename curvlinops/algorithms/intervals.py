@@ -225,16 +225,16 @@ def _enclose(
     approximate = read_preconditioner(preconditioner, matrix)
     operator = matrix.operator
     operator.domain.check_compatible(operator.codomain)
-    directions, iteration = Directions(matrix, rows, rounded, damping), 0
+    directions, iteration = Directions(matrix, rows, rounded, damping, is_log), 0
     squares = directions.sizes.square()
     if not is_log and (values := _exact(operator, rows, damping)) is not None:
         return combine(Interval(values, values.clone(), 0))
     found = Interval(torch.zeros_like(squares), squares / damping, 0)
     while len(directions.s.index) and directions.m < num_products:
         directions.extend(approximate)
-        low, high, rounding = directions.bounds_of_log() if is_log else directions.bounds()
         if directions.m == 1 < num_products:
             continue  # the first product may not show the norm of the matrix
+        low, high, rounding = directions.bounds_of_log() if is_log else directions.bounds()
         index, iteration = directions.s.index.to(squares.device), iteration + 1
         lower, upper = (
             bound.index_copy(0, index, x.to(squares) * squares[index])
@@ -286,8 +286,15 @@ class Directions:
     the error of g, ``[K]``.
     """
 
-    def __init__(self, matrix: Matrix, rows: Tensor, rounded: Tensor, damping: float):
-        self.matrix, self.space, self.damping = matrix, matrix.space, damping
+    def __init__(
+        self,
+        matrix: Matrix,
+        rows: Tensor,
+        rounded: Tensor,
+        damping: float,
+        is_log: bool = False,
+    ):
+        self.matrix, self.space, self.damping, self._is_log = matrix, matrix.space, damping, is_log
         self.sizes = check_sizes(self.space, rows)
         index = self.sizes.nonzero().squeeze(1)
         rows, rounded = scaled(1 / self.sizes[index], rows[index]), (rounded / self.sizes)[index]
@@ -319,6 +326,8 @@ class Directions:
         v, overlaps, size = orthonormalized(space, w, s.V)
         s.R[:, :m, m], s.R[:, m, m] = overlaps.cpu(), size.cpu()
         s.V = torch.cat([s.V, v.unsqueeze(1)], 1)
+        if self._is_log:
+            s.P[:, :m, m], s.P[:, m] = of_earlier[:, 0], space.overlaps(s.Z, v).double().cpu()
         t = space.dots(v, s.rest)
         s.t[:, m], s.rest = t.cpu(), add_scaled(s.rest, -t, v)
         self.m = m + 1
@@ -348,10 +357,7 @@ class Directions:
     def errors(self) -> tuple[Tensor, Tensor]:
         """Return bounds of ``|y^T (A + d I)^-1 g - y^T x|`` for vectors y of norm one, ``[K]``.
 
-        Products with y are as accurate as those with A.
-
-        Returns:
-            The bounds, and how much rounding adds.
+        Also how much rounding adds. Products with y are as accurate as those with A.
         """
         s, root, size = self.s, self.damping**0.5, self.s.x.norm(dim=1)
         overlaps = self.space.overlaps(s.V, s.residual)
@@ -393,9 +399,7 @@ class Directions:
         inequality for operators). It is monotone, so that a form is at least that of a matrix below
         A: of Nystrom's approximation ``W S^-1 W^T`` from the products ``W = A Z^T``.
         """
-        s, m, d, overlaps = self.s, self.m, self.damping, self.space.overlaps
-        s.P[:, -1] = overlaps(s.Z, s.V[:, -1]).double().cpu()
-        s.P[:, :, -1] = overlaps(s.V, s.Z[:, -1]).double().cpu()
+        s, m, d = self.s, self.m, self.damping
         R, P, values, vectors, noise = s.R, s.P, s.values, s.vectors, self.noise
         upper = _dots(vectors[:, 0] ** 2, (values + d).log())  # the first direction is g
         # of A + shift I, whose projection stays positive; in the span of V, and of Z outside

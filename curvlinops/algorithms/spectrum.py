@@ -143,10 +143,7 @@ class LanczosApproximateSpectrumCached:
         return SpectralDensity(*results) if return_error else tuple(results[:2])
 
     def _runs(self, num: int) -> Quadrature:
-        """Return the rules of the first ``num`` runs, each with ``ncv`` nodes.
-
-        There are fewer if the callback stops.
-        """
+        """Return the rules of ``num`` runs, with ``ncv`` nodes; fewer if the callback stops."""
         missing = num - sum(len(rule.nodes) for rule in self._rules)
         for start in range(0, missing, self._sampler.chunk_size):
             X = self._sampler.draw(min(self._sampler.chunk_size, missing - start))

@@ -100,12 +100,8 @@ class IsolatedModules:
     those that require gradients, such as what the model computed in this very pass, are used
     themselves. Backward hooks, which observe the user's own backward passes, are gone, and hooks of
     ``fully_shard``. What was written in the first context is there again in each later one, since
-    the backward pass may recompute the forward pass. Compiled modules run uncompiled.
-
-    Args:
-        modules: The modules, their children included.
-        replacements: From the id of a parameter to the tensor that replaces it.
-        leaves: What gets the gradients of parameters in ``shards`` by name, see ``Shards.read``.
+    the backward pass may recompute the forward pass. Compiled modules run uncompiled. Children are
+    among the modules, and ``replacements`` are by the ids of parameters.
     """
 
     def __init__(

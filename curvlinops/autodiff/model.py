@@ -330,12 +330,7 @@ class ClosureModel(Model):
 
 
 def wrap_model(model_func: Any, params: Any) -> Model:
-    """Return the model that a user describes by ``model_func`` and ``params``.
-
-    Raises:
-        TypeError: If they are not of a kind described in ``DataLinearOperator``.
-        ValueError: If ``params`` is empty, has an entry twice, or one that the model lacks.
-    """
+    """Return the model that a user describes, see ``DataLinearOperator``."""
     params = read_params(params)
     if isinstance(model_func, nn.Module):
         return ModuleModel(model_func, params)

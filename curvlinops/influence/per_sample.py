@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.linear import Linear
 from curvlinops.influence.low_rank import LowRankColumns
-from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, follows, vectors_of
+from curvlinops.influence.scoring import NOT_DIFFERENTIABLE, all_scores, vectors_of
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.samples import SampleBackward
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
@@ -28,6 +28,7 @@ from curvlinops.operators.rows import (
 from curvlinops.operators.sample_rows import (
     GradientsOfRows,
     SampleRows,
+    add_products,
     add_sums,
     add_transposed,
     by_sample,
@@ -35,7 +36,6 @@ from curvlinops.operators.sample_rows import (
     graph_or_rows,
     loss_gradient,
     merged,
-    multiply,
     num_rows,
     products,
     rows_of,
@@ -200,11 +200,11 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
     def _prepare(self, problem: BatchProblem, is_kept: bool, num_products: int) -> Linear:
         if self.risk.model.shards.params:  # layer by layer, as a process has few whole layers
 
-            def multiply_whole(V: Columns) -> Tensor:
-                return products(self._rows_of(problem), self.risk.model.shards.whole(V)).T
+            def apply(V: Columns, out: Tensor) -> None:
+                out += products(self._rows_of(problem), self.risk.model.shards.whole(V)).T
 
             tensors = tuple(leaves((problem.batch.X, problem.batch.y)))
-            return _adding(multiply_whole, tensors, self._lengths[problem.batch.index])
+            return Linear(apply, tensors, self._lengths[problem.batch.index])
         # kept graphs are faster; so are graphs for one column of a small net, and for many terms of
         # a sample
         if is_kept or num_products < 2 or self.terms == "term":
@@ -219,26 +219,27 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
         if rows is None or (rows.fallbacks and not problem.loss_needs_graph):
             states.restore()
             return self._linearize(problem, single=False)
-        return _adding(lambda V: products(rows, V).T, (), rows.num_rows)  # it is used once
+
+        def apply(V: Columns, out: Tensor) -> None:
+            out += products(rows, V).T
+
+        return Linear(apply, (), rows.num_rows)  # it is used once
 
     def _linearize(self, problem: BatchProblem, single: bool) -> Linear:
-        def from_rows() -> Linear:
-            batch_rows = self._rows_of(problem)
-            rows = batch_rows.written(self.domain)
-            tensors = tuple(rows.values())
-            return _adding(lambda V: multiply(rows, V), tensors, batch_rows.num_rows)
-
         from_graph = partial(super()._linearize, problem, single)
-        return graph_or_rows(problem, from_graph, from_rows)
+        return graph_or_rows(problem, from_graph, lambda: self._from_rows(problem, add_products))
 
     def _linearize_transpose(self, problem: BatchProblem) -> Linear:
         if not problem.loss_needs_graph:
             with suppress(DependentLossError):  # as it was not on earlier batches
                 return super()._linearize_transpose(problem)
-        batch_rows = self._rows_of(problem)
-        rows = batch_rows.written(self.domain)
-        tensors = tuple(rows.values())
-        return Linear(lambda U, out: add_transposed(rows, U, out), tensors, batch_rows.num_rows)
+        return self._from_rows(problem, add_transposed)
+
+    def _from_rows(self, problem: BatchProblem, product: Callable[..., None]) -> Linear:
+        """Prepare products with the rows of a batch, which are kept."""
+        rows = self._rows_of(problem)
+        written = rows.written(self.domain)
+        return Linear(partial(product, written), tuple(written.values()), rows.num_rows)
 
     @finite_by_rows
     def _apply(self, columns: Tensor) -> Tensor:
@@ -370,13 +371,13 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             P: See ``scores``.
             rank: The rank r. A matrix takes ``r (out + in)`` numbers.
         """
-        columns, is_vector = vectors_of(self, P)
-        if isinstance(P, LowRankColumns):
+        given = vectors_of(self, P)
+        if given.has_low_rank:
             raise ValueError("The vectors have a low rank already.")
-        if follows(columns):
+        if given.is_followed:
             raise ValueError(f"Vectors of low rank {NOT_DIFFERENTIABLE}")
         rank = check_count("rank", rank)
-        return LowRankColumns(self.domain.gathered(columns), rank, is_vector)
+        return LowRankColumns(self.domain.gathered(given.columns), rank, given.is_single)
 
     @in_default_modes
     @together
@@ -480,17 +481,6 @@ class PerSampleGradientLinearOperator(RowsLinearOperator):
             rows, gradients = slices.next(batch_rows.num_rows), batch_rows.gradients
             for pieces, view in gradients:
                 yield pieces, lambda x, rows=rows, view=view: view(x[rows])
-
-
-def _adding(
-    multiply: Callable[[Columns], Tensor], tensors: tuple[Tensor, ...], num_rows: int
-) -> Linear:
-    """Return a function that adds products ``[K, M]`` to columns."""
-
-    def apply(V: Columns, out: Tensor) -> None:
-        out += multiply(V)
-
-    return Linear(apply, tensors, num_rows)
 
 
 def _moments(gradient: PerSampleGradient) -> Tensor:

@@ -26,10 +26,7 @@ class Rows(NamedTuple):
 
 
 class RowFiles:
-    """Numbers of all rows, ``[N, *]``, in files that are written once and never changed.
-
-    Iteration yields what the files have, the numbers of each row once.
-    """
+    """Numbers of all rows in files that never change; iteration yields each row once."""
 
     def __init__(self, directory: Path, num_rows: int, key: Key):
         self._directory, self._num_rows, self._key = directory, num_rows, key

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
-from curvlinops.influence.scoring import follows, scoring, vectors_of
+from curvlinops.influence.scoring import scoring, vectors_of
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
@@ -128,10 +128,10 @@ def _scoring(
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     check_gradients(rows)
-    columns, is_vector = vectors_of(rows, P)
-    if follows(columns):
+    given = vectors_of(rows, P)
+    if given.is_followed:
         raise ValueError("Scores of batches are not differentiable: detach the vectors.")
-    return scoring(rows, columns, is_vector, per_position)
+    return scoring(rows, given, per_position)
 
 
 def check_gradients(rows: Any) -> None:

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from curvlinops.influence.low_rank import LowRankColumns
@@ -23,42 +22,52 @@ NOT_DIFFERENTIABLE = "are not differentiable with respect to the vectors: detach
 Vectors = Mapping[str, Tensor | LowRank]
 
 
-def vectors_of(rows: Any, P: Any) -> tuple[Vectors, bool]:
-    """Return vectors as columns, and whether they are one vector without an axis for K."""
+class ScoredVectors(NamedTuple):
+    """Vectors that a user passes: one of them without an axis for K, or vectors of low rank."""
+
+    columns: Vectors
+    is_single: bool
+    has_low_rank: bool
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether autograd follows the vectors."""
+        return not self.has_low_rank and any(map(is_followed, self.columns.values()))
+
+
+def vectors_of(rows: Any, P: Any) -> ScoredVectors:
+    """Read vectors of any kind."""
     if isinstance(P, LowRankColumns):
         if P.shapes != dict(rows.domain.shapes):
             raise ValueError("The vectors of low rank are of other parameters than the rows.")
-        return P.columns, P.is_vector
+        return ScoredVectors(P.columns, P.is_vector, True)
     if not isinstance(P, (LISTS, MAPPINGS)):
         given = read(P, rows.domain)
-        return rows.domain.views(given.columns), given.is_single
+        return ScoredVectors(rows.domain.views(given.columns), given.is_single, False)
     tensors, shapes = read_tensors(P, rows.domain), rows.domain.local_shapes
-    is_vector = all(len(shapes[name]) == x.ndim for name, x in tensors.items())
-    columns = {n: x.unsqueeze(0) if is_vector else x.movedim(-1, 0) for n, x in tensors.items()}
+    is_single = all(len(shapes[name]) == x.ndim for name, x in tensors.items())
+    columns = {n: x.unsqueeze(0) if is_single else x.movedim(-1, 0) for n, x in tensors.items()}
     check_finite(columns, rows.domain)
-    return columns, is_vector
-
-
-def follows(columns: Vectors) -> bool:
-    """Return whether autograd follows the vectors."""
-    return any(is_followed(x) for x in columns.values() if isinstance(x, Tensor))
+    return ScoredVectors(columns, is_single, False)
 
 
 def scoring(
-    rows: Any, columns: Vectors, is_vector: bool, per_position: bool = False
+    rows: Any, given: ScoredVectors, per_position: bool
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     if per_position and rows.terms == "term":
         raise ValueError("per_position=True is for rows of samples: omit terms='term'.")
+    shards, columns = rows.risk.model.shards, given.columns
+    # those of sharded parameters are gathered one by one
+    columns = columns if given.has_low_rank else shards.whole(columns)
+    together = not (given.has_low_rank or shards.params)
 
     def of(problem: BatchProblem) -> Tensor:
         if per_position:
             scores = products_by_position(problem, columns, type(rows).__name__)
         else:
-            # neither gathered layer by layer nor of low rank
-            together = type(columns) is dict and all(map(torch.is_tensor, columns.values()))
             scores = products(rows._rows_of(problem, together), columns)
-        return scores[..., 0] if is_vector else scores
+        return scores[..., 0] if given.is_single else scores
 
     return of
 
@@ -70,28 +79,27 @@ def all_scores(rows: Any, P: Any, out: str | Path | None, per_position: bool) ->
             f"out={str(out)!r} should be a directory, to which scores are written in parts. To "
             "write one file of NumPy, call np.save(path, rows.scores(P))."
         )
-    columns, is_vector = vectors_of(rows, P)
-    is_whole = isinstance(P, LowRankColumns)
-    if not is_whole:
-        rows._check_number(shape_of(columns)[0])
-    vectors = columns if is_whole else rows.risk.model.shards.whole(columns)
-    of = scoring(rows, vectors, is_vector, per_position)
-    if follows(columns):
+    given = vectors_of(rows, P)
+    num_columns, like = shape_of(given.columns)
+    if not given.has_low_rank:
+        rows._check_number(num_columns)
+    of = scoring(rows, given, per_position)
+    if given.is_followed:
         if per_position or out is not None:
             raise ValueError(f"Scores by position or in a file {NOT_DIFFERENTIABLE}")
         scores = rows._multiply(read(P, rows.domain).columns).T
-        return scores[:, 0] if is_vector else scores
+        return scores[:, 0] if given.is_single else scores
 
     def found(done: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         return _equally_long(rows._by_batch("scores", of, done))
 
     files = None
     if out is not None:
-        options = {"per_position": per_position, "one vector": is_vector, **_numbers_of(columns)}
-        files = RowFiles(Path(out), rows.shape[0], rows._key(options))
-    num_columns, like = shape_of(columns)
-    scores = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not is_vector))
-    with rows.risk.adding.sharing({} if is_whole else columns):
+        options = {"per_position": per_position, "one vector": given.is_single}
+        key = rows._key(options | _numbers_of(given.columns))
+        files = RowFiles(Path(out), rows.shape[0], key)
+    scores = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not given.is_single))
+    with rows.risk.adding.sharing({} if given.has_low_rank else given.columns):
         if files is not None:
             files.fill(found)
         for places, some in found() if files is None else _equally_long(files):

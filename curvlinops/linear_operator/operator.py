@@ -1,6 +1,7 @@
 """The scipy LinearOperator that multiplies numpy arrays and tensors alike, and its algebra."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache, reduce
@@ -79,30 +80,8 @@ _OF_STRUCTURE = {
     "solve": _SOLVE,
 }
 
-#: Functions of operators that are no methods.
-_FUNCTIONS = (
-    "bilinear_form",
-    "by_layer",
-    "dottest",
-    "eigsh",
-    "hutchinson_diag",
-    "hutchinson_squared_fro",
-    "hutchinson_trace",
-    "hutchpp_trace",
-    "lanczos_approximate_log_spectrum",
-    "lanczos_approximate_spectrum",
-    "lanczos_logdet",
-    "loss_along",
-    "quadratic_form",
-    "trace_function",
-    "xdiag",
-    "xnystrace",
-    "xtrace",
-)
-
 #: Attributes that people look for, and what to write instead.
 REMEDIES = {
-    **{name: f"It is a function: curvlinops.{name}(A, ...)." for name in _FUNCTIONS},
     **dict.fromkeys(("spectrum", "density"), "Call lanczos_approximate_spectrum(A, ncv)."),
     **dict.fromkeys(("hvp", "vhp", "mvp", "mv"), "Write A @ x."),
     **{
@@ -234,8 +213,11 @@ class TorchLinearOperator(LinearOperator):
 
         def __getattr__(self, name: str) -> Any:
             """Refuse attributes that people look for by what to write instead."""
-            if name in REMEDIES:
-                raise AttributeError(f"{type(self).__name__} has no '{name}'. {REMEDIES[name]}")
+            remedy = REMEDIES.get(name)
+            if remedy is None and name in sys.modules["curvlinops"].__all__:
+                remedy = f"See curvlinops.{name}, which is no attribute of operators."
+            if remedy is not None:
+                raise AttributeError(f"{type(self).__name__} has no '{name}'. {remedy}")
             return self.__getattribute__(name)  # raises the error of Python, or of a property
 
     # --- what a subclass implements
@@ -262,10 +244,7 @@ class TorchLinearOperator(LinearOperator):
 
     @property
     def _team(self) -> Team:
-        """The processes that multiply together.
-
-        Of several teams it is the largest, all of whose processes wait for a product.
-        """
+        """The processes that multiply together: of several teams, the largest."""
         return largest([self.domain.team, *(operand._team for operand in self._operands())])
 
     @property

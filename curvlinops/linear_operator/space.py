@@ -144,14 +144,7 @@ class ParameterSpace:
         self.check_whole("a flat vector")
         if tensors.keys() != self.shapes.keys():
             raise ValueError(f"Got tensors for {list(tensors)}, expected {self.names}.")
-        single = all(tensors[name].shape == shape for name, shape in self.shapes.items())
-        K = () if single else next(iter(tensors.values())).shape[-1:]
-        for name, shape in self.shapes.items():
-            if tensors[name].shape != (*shape, *K):
-                raise ValueError(
-                    f"The tensor for '{name}' has shape {list(tensors[name].shape)}, expected "
-                    f"{list(shape)}, or with a last axis of K vectors for all names."
-                )
+        self.check_shapes(tensors)
         return self.join_parts(tensors)
 
     def join_parts(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -241,6 +234,23 @@ class ParameterSpace:
         return columns
 
     # --- checks
+
+    def check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that are neither ``[*shape]`` for all names nor ``[*shape, K]``."""
+        for name, shape in self.shapes.items():
+            if shape not in (tensors[name].shape, tensors[name].shape[:-1]):
+                where = f" for parameter '{name}'" if name else ""
+                columns = ", ".join([*map(str, shape), "K"])
+                raise ValueError(
+                    f"Vector{where} has shape {list(tensors[name].shape)}, expected {list(shape)} "
+                    f"or [{columns}]."
+                )
+        counts = {name: tensors[name].shape[len(shape) :] for name, shape in self.shapes.items()}
+        if len(set(counts.values())) > 1:
+            listed = {name: count[0] if count else "one vector" for name, count in counts.items()}
+            raise ValueError(
+                f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
+            )
 
     def check_compatible(self, other: "ParameterSpace") -> None:
         """Refuse spaces whose vectors cannot be added: of another dimension, device, or parameters.

@@ -120,29 +120,9 @@ def _from_tensor(x: Tensor, space: ParameterSpace) -> Tensor:
 
 
 def read_tensors(x: Sequence | Mapping, space: ParameterSpace) -> dict[str, Tensor]:
-    """Read a list or dictionary of tensors ``[*shape]`` or ``[*shape, K]``, without copies.
-
-    Returns:
-        This process's parts of them by name, in the order of the space.
-
-    Raises:
-        ValueError: If names, shapes or numbers of columns do not fit.
-    """
+    """Return this process's parts of tensors ``[*shape]`` or ``[*shape, K]`` by name, no copies."""
     values = _by_name(x, space)
-    for name, shape in space.shapes.items():
-        if shape not in (values[name].shape, values[name].shape[:-1]):
-            where = f" for parameter '{name}'" if name else ""
-            columns = ", ".join([*map(str, shape), "K"])
-            raise ValueError(
-                f"Vector{where} has shape {list(values[name].shape)}, expected {list(shape)} or "
-                f"[{columns}]."
-            )
-    counts = {name: value.shape[len(space.shapes[name]) :] for name, value in values.items()}
-    if len(set(counts.values())) > 1:
-        listed = {name: count[0] if count else "one vector" for name, count in counts.items()}
-        raise ValueError(
-            f"Vectors have unequal numbers of columns: {listed}. Pass equally many for all."
-        )
+    space.check_shapes(values)
     return {name: _from_tensor(x, space) for name, x in space.parts(values).items()}
 
 

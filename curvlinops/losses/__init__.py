@@ -41,15 +41,7 @@ _MODULES = {function: module for module, function, _ in _LOSSES}
 def wrap_loss(loss_func: Any, reduction: str | None = None) -> Loss:
     """Return the loss in closed form if there is one, else as a function of samples.
 
-    Args:
-        loss_func: A PyTorch loss module, one of PyTorch's functional losses (also with keywords
-            bound by ``functools.partial``), or any function ``(output, target) -> scalar`` that
-            sums or averages over samples.
-        reduction: ``"sum"`` or ``"mean"``; required for a plain function.
-
-    Raises:
-        TypeError: If ``loss_func`` cannot be called.
-        ValueError: If the reduction is unknown, missing, or contradicts the loss's own.
+    PyTorch's functional losses may have keywords bound by ``functools.partial``.
     """
     if isinstance(loss_func, type):
         raise TypeError(f"loss_func is the class {loss_func.__name__}; pass an instance of it.")

@@ -133,21 +133,14 @@ class Loss(ABC):
         """Return S, ``[V, *output]``, with ``sum_v S_v S_v^T`` the Hessian of l_t in each term.
 
         V = C, or as few as suffice if ``minimal``; ``columns`` are the numbers v of those wanted.
-
-        Raises:
-            NotImplementedError: If the loss has no closed form.
-            ValueError: If the Hessian is indefinite (negative weights or targets).
+        Indefinite Hessians, of negative weights or targets, are refused.
         """
         z, y = self._rows(output, target)
         some = slice(*columns.indices(z.shape[1]))
         return self.from_terms(self._hessian_sqrt(z, y, minimal, some), output)
 
     def factored_hessian(self, output: Tensor, target: Any) -> FactoredHessian | None:
-        """Return the Hessians of all l_t in factors; ``None`` if they are not of that form.
-
-        Raises:
-            ValueError: If a Hessian is indefinite (negative weights or targets).
-        """
+        """Return the Hessians of all l_t in factors; ``None`` if they are not of that form."""
         return self._factored_hessian(*self._rows(output, target))
 
     def sample(
@@ -158,10 +151,6 @@ class Loss(ABC):
         Terms are independent. In each, the expectation of the outer product is the Hessian of l_t,
         for all weights, label smoothing and targets. If that Hessian depends on the target
         (BCELoss), it is the expectation of the Hessian over labels of the model.
-
-        Raises:
-            NotImplementedError: If the loss has no likelihood to sample from.
-            ValueError: If the Hessian is indefinite (negative weights or targets).
         """
         self.check_can_sample()
         rows = self._sample(*self._rows(output, target), num_samples, generator)

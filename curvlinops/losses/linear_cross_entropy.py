@@ -192,19 +192,12 @@ _OF_LOGITS = CrossEntropy(nn.CrossEntropyLoss(reduction="sum"), "sum")
 
 
 class _Terms(NamedTuple):
-    """The targets of all positions, and how the sum over them is computed.
+    """The targets of all positions, and how the sum over them is computed."""
 
-    Attributes:
-        indices: The targets ``[T]``.
-        kept: Which of them count.
-        size: The number of positions in a chunk.
-        is_curvature: Whether the gradient at the logits is subtracted, see ``curvature_sum``.
-    """
-
-    indices: Tensor
-    kept: Tensor
-    size: int
-    is_curvature: bool = False
+    indices: Tensor  # the targets, [T]
+    kept: Tensor  # which of them count
+    size: int  # the number of positions in a chunk
+    is_curvature: bool = False  # whether to subtract gradients at logits, see curvature_sum
 
     def targets(self, at: slice) -> tuple[Tensor, Tensor]:
         """Return the targets of a chunk."""

@@ -89,10 +89,7 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _gradients(
         self, batches: Iterable[BatchProblem]
     ) -> Iterator[tuple[SampleGradients, Callable[[Tensor], Tensor]]]:
-        """Yield each batch's gradients, and a function that returns the view of its rows.
-
-        Of all rows ``[M, *]`` it returns ``[C, N, *]``, for C outputs of N samples.
-        """
+        """Yield each batch's gradients, and what returns its rows, ``[C, N, *]``, of all."""
         slices = RowSlices(sum(self._lengths))
         for problem in slices.of(batches):
             backward = problem.rules(SampleBackward, type(self).__name__, False)

@@ -80,10 +80,7 @@ class RowsLinearOperator(DataLinearOperator):
         raise NotImplementedError
 
     def _rows_shape(self, problem: BatchProblem, output: Tensor) -> tuple[int, ...]:
-        """Return the shape that a batch's rows have in lists of tensors, samples first.
-
-        At construction, called for each batch in turn.
-        """
+        """Return the shape of a batch's rows in lists, samples first; asked at construction."""
         return (self._num_rows(problem, output),)
 
     def _apply_transpose(self, columns: Tensor) -> Tensor:
@@ -101,10 +98,7 @@ class RowsLinearOperator(DataLinearOperator):
             yield map(self._in_order, batches)
 
     def _in_order(self, problem: BatchProblem) -> BatchProblem:
-        """Return a problem; refuse another batch than at construction.
-
-        A list has one order, and its numbers may change.
-        """
+        """Return a problem; refuse another batch than at construction, unless data is a list."""
         if self.check_deterministic and not isinstance(self.data, list | tuple):
             batch, device = problem.batch, self.risk.space.device
             found = digest((batch.X, batch.y))

@@ -114,11 +114,7 @@ def _by_term(
 # --- rows of tensors, and sums of them
 
 
-def write_rows(
-    pieces: Iterable[Piece],
-    out: Columns,
-    view: Callable[[Tensor], Tensor] = lambda rows: rows.unsqueeze(0),
-) -> None:
+def write_rows(pieces: Iterable[Piece], out: Columns, view: Callable[[Tensor], Tensor]) -> None:
     """Write gradients to the view ``[V, N, *]`` of ``{name: [M, *shape]}``, and free them."""
     for samples, gradients in pieces:
         for name in list(gradients):
@@ -197,10 +193,7 @@ def _side_by_side(
 def products_by_position(
     problem: BatchProblem, columns: Mapping[str, Tensor | LowRank], name: str
 ) -> Tensor:
-    """Return the contribution of each of a sequence's T positions to ``products``, ``[N, T, K]``.
-
-    Layers without the sequence's positions are refused.
-    """
+    """Return what each of a sequence's T positions adds to ``products``, ``[N, T, K]``."""
     if problem.loss_needs_graph:
         raise ValueError(f"The loss is no function of the output alone. {_NO_POSITIONS}")
     samples = problem.rules(SampleBackward, name, True).capture(problem)
@@ -284,6 +277,11 @@ def loss_gradient(problem: BatchProblem, output: Tensor) -> Tensor:
 
 
 # --- products
+
+
+def add_products(rows: Columns, V: Columns, out: Tensor) -> None:
+    """Add the products of rows ``[M, entries]`` with K columns to ``[K, M]``."""
+    out += multiply(rows, V)
 
 
 def multiply(rows: Columns, V: Columns) -> Tensor:

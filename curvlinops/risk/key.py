@@ -97,10 +97,7 @@ def _values(operator: Any) -> Key:
 
 
 def _on_batch(operator: Any, index: int | None = None, data: Batches | None = None) -> Key:
-    """Return numbers of a batch, by default the first one with rows, and of what it leads to.
-
-    There are none if no batch has rows.
-    """
+    """Return numbers of a batch and its gradient, by default the first batch with rows."""
     with operator._batches("first batch", data) as problems:
         seed_everything(0)
         for problem in islice(problems, index or 0, None):

@@ -271,10 +271,7 @@ def _crc32(metadata: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_part(directory: Path, value: Any, key: Key, prefix: str = "") -> None:
-    """Write an object to a new file of a directory, under a name that begins with ``prefix``.
-
-    No other file has the name. Files are read in the order of their names.
-    """
+    """Write an object to a new file of a directory, under a name that begins with ``prefix``."""
     directory.mkdir(parents=True, exist_ok=True)
     write(pack(value, key), directory / f"{prefix}{secrets.token_hex(8)}{_SUFFIX}")
 

@@ -269,10 +269,8 @@ def kernel_in_python(func: Any, args: tuple) -> Any:
     """Return Python code for an operator that calls functions, such as ``torch.cond`` and ``scan``.
 
     Autograd records what these functions compute. The operator itself differentiates graphs of
-    them, which only the compiler finds if they use other tensors than their arguments.
-
-    Returns:
-        ``None`` for all other functions, and inside of transforms of ``torch.func``.
+    them, which only the compiler finds if they use other tensors than their arguments. Other
+    functions, and transforms of ``torch.func``, have none.
     """
     kernels = getattr(func, "py_kernels", None)
     if not kernels or not any(map(callable, args)) or in_transform():

@@ -42,10 +42,7 @@ def exclusive() -> Iterator[None]:
 
 @contextmanager
 def default_modes() -> Iterator[None]:
-    """Leave inference mode, whose tensors autograd refuses, and autocast; refuse ``torch.func``.
-
-    Whether gradients are recorded stays; in inference mode they are not.
-    """
+    """Leave inference mode, whose tensors autograd refuses, and autocast; refuse ``torch.func``."""
     if in_transform():
         raise RuntimeError(
             "Operators do not work inside of functions that torch.func transforms (vmap, grad, "

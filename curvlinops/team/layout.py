@@ -8,21 +8,13 @@ from torch import Tensor
 
 
 class ShardLayout(NamedTuple):
-    """How a parameter is sharded along its first axis.
-
-    Attributes:
-        mesh: Its device mesh.
-        placements: Its placements on the mesh.
-        shape: The shape of the whole parameter.
-        part: The slice of the first axis that this process has.
-        group: The processes that have the parts.
-    """
+    """How a parameter is sharded along its first axis."""
 
     mesh: Any
     placements: tuple
-    shape: tuple[int, ...]
-    part: slice
-    group: Any
+    shape: tuple[int, ...]  # of the whole parameter
+    part: slice  # of the first axis, which this process has
+    group: Any  # the processes that have the parts
 
     @classmethod
     def of(cls, parameter: Any) -> "ShardLayout":

@@ -19,10 +19,7 @@ class Failure(NamedTuple):
 
 
 def gather_objects(value: Any, group: Any) -> list[Any]:
-    """Return the objects of all processes of a group, in the order of ranks; raise a ``Failure``.
-
-    This takes one collective if all objects are short.
-    """
+    """Return the objects of all processes of a group, by rank; raise a ``Failure``."""
     values = _exchanged(value, group)
     if not isinstance(value, Failure):
         failures = [x.message if isinstance(x, Failure) else None for x in values]
@@ -34,7 +31,7 @@ def gather_objects(value: Any, group: Any) -> list[Any]:
 
 
 def _exchanged(value: Any, group: Any) -> list[Any]:
-    """Return the objects of all processes of a group."""
+    """Return the objects of all processes, in one collective if all are short."""
     packed, size = pickle.dumps(value), group.size()
     short = packed if len(packed) <= _MESSAGE else b""  # a pickle does not begin with a zero
     backends = distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"

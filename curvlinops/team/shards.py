@@ -117,10 +117,6 @@ class Shards:
     never has more than a few in memory: each is gathered when it is read, and so are vectors that
     are multiplied. A whole gradient is added to the parts of a sum as soon as it is there.
 
-    Args:
-        module: The module.
-        sharded: Its sharded parameters by name.
-
     Attributes:
         group: The processes that have the shards of each parameter.
         size: Their number.
@@ -130,10 +126,6 @@ class Shards:
         products: Calls that are replaced where a graph is differentiated twice, if there are any.
         is_sharing: Whether processes share vectors and sums, see ``product``.
         has_added: Whether something was added to the present columns of sums.
-
-    Raises:
-        TypeError: If a parameter is sharded in another way than along its first axis over one group
-            of processes, or its module needs it whole.
     """
 
     # what holds if no parameter is sharded

@@ -42,15 +42,7 @@ class Team:
     """Processes that compute together. This class is a process alone, which has all of the data.
 
     All processes call the methods that communicate, in the same order. Those of a process alone
-    return what they are given.
-
-    Args:
-        group: The ``torch.distributed.ProcessGroup``, if there is one.
-        shards: The parameters of the model that are sharded, see ``shards_of``.
-
-    Attributes:
-        size: The number of processes.
-        rank: The number of this one.
+    return what they are given. ``shards`` are the sharded parameters of the model.
     """
 
     size, rank = 1, 0
@@ -252,10 +244,7 @@ class Ranks(Team):
     def _agree(
         self, description: Mapping[str, Any], sketches: Mapping[Any, list[float]], value: Any
     ) -> list[Any]:
-        """Return a value of each process, if all have done the same with the same vectors.
-
-        Sketches of the vectors are compared by which part of them it is.
-        """
+        """Return a value of each process, if all have done the same with the same vectors."""
         texts = {key: None if x is None else repr(x) for key, x in description.items()}
         compared = blake2b(repr(texts).encode(), digest_size=16).digest()
         every = self.gather_objects((compared, sketches, value))

@@ -534,6 +534,10 @@ def test_vectors_that_are_not_of_the_space():
     parts = SPACE.split(torch.ones(9, 2))
     with pytest.raises(ValueError, match=r"Got tensors for \['scale'\], expected \['weight'"):
         SPACE.join({"scale": parts["scale"]})
-    for wrong in (torch.ones(2), torch.ones(2, 3), torch.ones(3, 2)):
-        with pytest.raises(ValueError, match=r"'bias' has shape .* expected \[2\], or with"):
+    for wrong, error in (
+        (torch.ones(2), "unequal .* 'bias': 'one vector'"),
+        (torch.ones(2, 3), "unequal .* 'bias': 3"),
+        (torch.ones(3, 2), r"'bias' has shape .* expected \[2\] or \[2, K\]"),
+    ):
+        with pytest.raises(ValueError, match=error):
             SPACE.join(parts | {"bias": wrong})

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -230,8 +229,6 @@ class Block:
     #: If it has no terms: matrices ``[G, n, n]`` of equal parts of the parameter, or their
     #: diagonals ``[G, n]``; ``None`` if they are not yet known. With an eigenbasis, eigenvalues.
     matrix: Tensor | None = None
-    #: Whether this process has its matrices.
-    is_here: bool = True
     basis: Any = None
     #: The blocks that it is a stack of; empty for a single one.
     members: "tuple[Block, ...]" = ()
@@ -280,8 +277,7 @@ class Block:
                 for term, whole in zip(member.terms, self.terms, strict=True)
             ]
             basis = self.basis and self.basis.part(self, [i])
-            of_member = {"matrix": matrices[i], "is_here": self.is_here, "basis": basis}
-            parts.append(replace(member, terms=tuple(terms), **of_member))
+            parts.append(replace(member, terms=tuple(terms), matrix=matrices[i], basis=basis))
         return tuple(parts)
 
     def operator(self) -> StructuredLinearOperator:
@@ -299,6 +295,11 @@ class Block:
         return products[0] if len(products) == 1 else SumOfKroneckersLinearOperator(products)
 
     @property
+    def is_here(self) -> bool:
+        """Whether this process has its matrices."""
+        return self.matrix is not None or any(term.factors for term in self.terms)
+
+    @property
     def is_exact(self) -> bool:
         """Whether it is the exact block, or the diagonal of that."""
         return self.structure in ("dense", "diagonal")
@@ -313,7 +314,7 @@ def plan_blocks(
     uses: Uses,
     shapes: Mapping[str, tuple[int, ...]],
     options: Options,
-    firsts: Mapping[ParameterView, KroneckerShape] = MappingProxyType({}),
+    firsts: Mapping[ParameterView, KroneckerShape],
 ) -> tuple[Block, ...]:
     """Choose the structure of all blocks, given the shapes of all parameters.
 

@@ -63,7 +63,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             kept = {stack: x for stack, x in known.tensors.items() if stack.kind in BASES}
             before.update(*(stack.of for stack in known.tensors if stack.kind == MOMENT))
         blocks = {block.views: block for block in sums.structure.blocks if block.terms}
-        with sums.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
+        with self.risk.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
             if lost := before - blocks.keys():
                 raise ChangedError(next(iter(lost))[0].name)
         firsts = {views[0]: block.terms[0].shape for views, block in blocks.items()}
@@ -87,11 +87,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         self, sums: FactorSums, kept: Mapping[Stack, Tensor], known: Set[tuple]
     ) -> dict[Stack, Tensor]:
         """Return the eigenbases of all blocks, of which each process computes some."""
-        ranks = sums.ranks
+        ranks = self.risk.ranks
         products = {block.views for block in sums.structure.blocks if block.terms}
-        if not sums.owners and products <= known:  # all processes have the same
+        if not sums.placement.is_divided and products <= known:  # all processes have the same
             return moved(kept, sums.structure)
-        own = sums if ranks.size == 1 or sums.owners else sums.distributed().own()
+        own = sums.divided().own()
         with ranks.raise_on_all_ranks():
             stacks = (stack for stack in matrices(own) if stack.terms and stack.is_here)
             new = (eigenbases(stack, known) for stack in stacks)

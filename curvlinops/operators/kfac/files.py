@@ -11,7 +11,7 @@ from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Uses, layers_of
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import assemble, matrices
-from curvlinops.operators.kfac.partition import in_passes, num_entries, units
+from curvlinops.operators.kfac.partition import divided
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.key import key_of
 from curvlinops.structured.base import StructuredLinearOperator
@@ -70,7 +70,7 @@ def write_factors(
         sums = operator._compute(operator._no_sums(names))
         with ranks.raise_on_all_ranks():
             for unit in sums.units():
-                if sums.owners.get(unit[0], 0) == ranks.rank:
+                if sums.placement.holders(unit)[0] == ranks.rank:
                     write_part(path, sums.part(unit), key)
         del sums
     number = operator._num_samples
@@ -82,16 +82,12 @@ def _passes(
     operator: KroneckerFactoredLinearOperator, num: int, there: set[str]
 ) -> list[list[str]]:
     """Return the parameters of each pass, without those whose files exist."""
-    names, shapes = operator.space.names, operator.space.shapes
-    missing = [name for name in names if name not in there]
+    missing = [name for name in operator.space.names if name not in there]
     if num == 1 or not missing:
         return [missing] if missing else []
-    uses = _all_uses(operator)
-    groups = units(uses, names)
-    sizes = [num_entries(uses, group, shapes, operator.max_factor_size) for group in groups]
-    passes = in_passes(groups, sizes, num)
-    left = ([name for name in names if name not in there] for names in passes)
-    return [names for names in left if names]
+    number = divided(_all_uses(operator), operator.space.shapes, operator.max_factor_size, num)
+    passes = ([name for name in missing if number[name] == i] for i in range(num))
+    return [names for names in passes if names]
 
 
 def _all_uses(operator: KroneckerFactoredLinearOperator) -> Uses:

@@ -1,11 +1,11 @@
 """Kronecker-factored approximate curvature: the base class of KFAC and EKFAC, and KFAC."""
 
 import inspect
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain
 from math import fsum
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -46,6 +46,7 @@ from curvlinops.operators.kfac.options import (
     Options,
     reduced_parameters,
 )
+from curvlinops.operators.kfac.partition import Placement
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.operators.with_structure import StructuredDataLinearOperator, of_structure
 from curvlinops.risk.batch_problem import BatchProblem
@@ -168,6 +169,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self.steps,
         )
         self._options.check(self.risk.loss)
+        is_divided = self.factor_placement == "partition" and self.risk.ranks.size > 1
+        self._placement = Placement(self.risk.ranks, {} if is_divided else None)
         if len(self._blocks) > 1:
             name = type(self).__name__
             raise ValueError(f"{name} has a block for each layer: block_sizes cannot be chosen.")
@@ -191,16 +194,12 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _no_sums(self, names: list[str]) -> FactorSums:
         """Return empty sums for some parameters."""
         space = self.space.restricted(names)
-        return FactorSums(space, self._options, ranks=self.risk.ranks)
-
-    @property
-    def _is_partitioned(self) -> bool:
-        return self.factor_placement == "partition" and self.risk.ranks.size > 1
+        return FactorSums(space, self._options, placement=self._placement)
 
     @property
     def _team(self) -> Any:
         """The processes that multiply together: each alone if it has all factors and vectors."""
-        return self.risk.ranks.in_step if self._is_partitioned else self.domain.team
+        return self.risk.ranks.in_step if self._placement.is_divided else self.domain.team
 
     @in_default_modes
     def update(self, batch: tuple[Any, Any], decay: float = 1.0) -> None:
@@ -238,7 +237,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 options.
             RuntimeError: If parameters are used in ways that do not go together.
         """
-        if self._is_partitioned:
+        if self._placement.is_divided:
             raise ValueError("Operators with factor_placement='partition' cannot be merged.")
         if self._options.fit is not FitType.KFAC:
             raise ValueError(
@@ -307,7 +306,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         uses = reduce(Uses.union, ranks.gather_objects(new.uses))
         with ranks.raise_on_all_ranks():
             new = new.with_uses(uses)
-        new = new.over_ranks(self._is_partitioned)
+        new = new.over_ranks()
         if batches is None:
             if WEIGHT not in new.tensors:
                 raise ValueError("The data has no sample.")
@@ -318,7 +317,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         for kinds in passes(self._options, known is not None):
             with ranks.raise_on_all_ranks():
                 others = known_matrices(new, kinds, new if known is None else known)
-            others = new.owning_ranks.exchange(others, self.device)
+            others = new.placement.team.exchange(others, self.device)
             wanted = sums_of_pass(new, kinds, others)
             new.tensors |= self._block_means("fit", new, first, wanted, batches)
         return new
@@ -336,7 +335,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         with self._on_all_ranks(task), self._batches(task, batches) as problems:
             for problem, samples in self._forward_passes(problems, part):
                 add_block_sums(part, problem, samples, wanted)
-        part = part.over_ranks(self._is_partitioned)
+        part = part.over_ranks()
         if sums.scale is not None:
             part.normalize(self.risk.scale)
         return {stack: x for stack, x in part.tensors.items() if stack != WEIGHT}
@@ -428,16 +427,15 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             raise ValueError(
                 "distance() needs gradients; with fisher_type='forward-only' there are none."
             )
-        sums, ranks = self._factor_sums(), self.risk.ranks
+        sums = self._factor_sums()
         like = torch.empty(0, dtype=sums.space.dtype, device=sums.space.device)
         wanted = exact_products(sums.structure, like, num_vectors, seed)
         products = self._block_means("distance", sums, 0, wanted, None)
-        with ranks.raise_on_all_ranks():
+        with self.risk.ranks.raise_on_all_ranks():
             stacks = [stack for stack in self._stacks() if stack.terms]
             own = distances(stacks, wanted.values(), products)
-        if self._is_partitioned:
-            own = dict(chain.from_iterable(x.items() for x in ranks.gather_objects(own)))
-        return {name: relative(*own[name]) for name in self.space.names if name in own}
+        every = ChainMap(*sums.placement.team.gather_objects(own))
+        return {name: relative(*every[name]) for name in self.space.names if name in every}
 
     # --- what was computed
 
@@ -531,7 +529,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         Their weights are among them, so that more data can be added after loading. Do not write to
         them: they share memory with the operator.
         """
-        if self._is_partitioned:
+        if self._placement.is_divided:
             raise ValueError(
                 "Each process has a part of the factors, because of factor_placement='partition'. "
                 "To write them to files, call curvlinops.write_factors."
@@ -559,8 +557,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
         sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
         sums.check_samples(source, self._num_samples)
-        sums = replace(sums, ranks=self.risk.ranks)
-        self._set_sums(sums.distributed().own() if self._is_partitioned else sums)
+        sums = replace(sums, placement=self._placement)
+        self._set_sums(sums.divided().own() if sums.placement.is_divided else sums)
 
     @property
     def _num_samples(self) -> int | None:
@@ -620,8 +618,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     def _damped_inverse(self, damping: Damping) -> tuple:
         """Return the arguments of the damped inverse, as of a block-diagonal operator."""
         # the structure keeps the eigendecompositions for other dampings
-        inverse = self.structure.inverse(damping.of_gradients, damping.retry_double_precision)
-        return inverse._arguments_with(inverse._stacks, self.space)
+        arguments = damping.of_gradients, damping.retry_double_precision
+        stacks = self.structure._each(lambda block: block.inverse(*arguments))
+        return self.structure._arguments_with(stacks, self.space)
 
     def _stacks(self) -> list[Block]:
         """Return all blocks with their matrices, equal ones as stacks."""

@@ -37,8 +37,8 @@ def matrices(sums: FactorSums) -> list[Block]:
 
 def _with_matrices(stack: Block, sums: FactorSums, factors: dict[Hashable, Factor]) -> Block:
     space, singles = sums.space, stack.singles
-    if not sums.is_here(stack.names[0]):
-        return replace(stack, is_here=False)
+    if not sums.placement.is_here(stack.names[:1]):
+        return stack
     if not stack.terms:
         matrix = sums.tensors.get(sums.structure.place(MATRIX, stack.names[0]).stack)
         if matrix is None:
@@ -113,13 +113,12 @@ def assemble(
 ) -> tuple:
     """Return the arguments of the matrix of all blocks, which ``build`` makes operators of."""
     blocks, space = list(blocks), sums.space
-    ranks = sums.owning_ranks
+    ranks = sums.placement.team
     if sum(block.layout.size for block in blocks) < space.dim:
         # entries that no layer uses get zero blocks, so that inverses damp them, too
         views = [view for block in blocks for view in block.layout.views]
-        blocks += [
-            replace(block, is_here=ranks.rank == 0) for block in _unused_blocks(views, space)
-        ]
+        unused = _unused_blocks(views, space)
+        blocks += unused if ranks.rank == 0 else (replace(x, matrix=None) for x in unused)
     operators: list[StructuredLinearOperator] = []
     with ranks.raise_on_all_ranks():
         for block in blocks:

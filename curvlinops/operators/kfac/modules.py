@@ -60,23 +60,15 @@ def _reason(terms: Iterable[Term], fisher_type: FisherType) -> str:
 
 
 class ModuleFactors(NamedTuple):
-    """The factors of a module's weight, or of its bias if its weight is no parameter.
-
-    Attributes:
-        term: The Kronecker product.
-        positions: The positions of the module's parameters among all parameters, as in
-            ``{"weight": 0, "bias": 1}``.
-    """
+    """The factors of a module's weight, or of its bias if its weight is no parameter."""
 
     term: Term
+    #: The module's parameters among all parameters, as in ``{"weight": 0, "bias": 1}``.
     positions: dict[str, int]
 
     @property
     def inputs(self) -> Tensor | None:
-        """A, ``[I, I]``, or ``[I]`` if it is diagonal; ``None`` for a bias.
-
-        With several groups there is an axis of these in front.
-        """
+        """A, ``[I, I]``, or ``[I]`` if it is diagonal, perhaps by group; ``None`` for a bias."""
         return None if self.term.inputs is None else _single(self.term.inputs)
 
     @property
@@ -86,10 +78,7 @@ class ModuleFactors(NamedTuple):
 
 
 def by_module(blocks: Iterable[Block], space: ParameterSpace) -> dict[str, ModuleFactors]:
-    """Return the factors of modules whose weights are Kronecker products.
-
-    By the name of the parameter where a module has several weights, or where there is no module.
-    """
+    """Return the factors by module, or by weight where a module has several, or there is none."""
     single = {
         view.name: block.terms[0]
         for block in blocks

@@ -1,11 +1,12 @@
 """Which parameters' factors belong together, and the passes and processes that compute them."""
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from math import prod
 
 from curvlinops.operators.kfac.blocks import Uses
 from curvlinops.structured.layout import ParameterView, connected
+from curvlinops.team.team import ALONE, Team
 
 
 def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
@@ -14,6 +15,34 @@ def units(uses: Uses, names: Sequence[str]) -> list[list[str]]:
     together = [{use.name for use in shared} for shared in uses.inputs]
     groups = connected([*([name] for name in names), *pairs, *together])
     return [[names[i] for i in group if i < len(names)] for group in groups]
+
+
+def divided(
+    uses: Uses,
+    shapes: Mapping[str, Sequence[int]],
+    limit: int,
+    num: int,
+    known: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Return to which of ``num`` processes or passes each parameter belongs; known ones stay.
+
+    The largest units come first, to the process that has least. The time to decompose factors is
+    about the power 1.5 of their size, and counts as much as memory. Factors above the limit are
+    diagonal.
+    """
+    owners, loads, groups = dict(known or {}), [0.0] * num, units(uses, list(shapes))
+    new = [group for group in groups if owners.keys().isdisjoint(group)]
+    sizes = [num_entries(uses, group, shapes, limit) for group in new]
+    memory, time = (max(sum(size**power for size in sizes), 1) for power in (1, 1.5))
+    costs = (size / memory + size**1.5 / time for size in sizes)
+    for cost, group in sorted(zip(costs, new, strict=True), key=lambda pair: -pair[0]):
+        owner = loads.index(min(loads))
+        owners |= dict.fromkeys(group, owner)
+        loads[owner] += cost
+    for group in groups:  # one that was joined to another later on
+        owner = next(owners[name] for name in group if name in owners)
+        owners |= dict.fromkeys(set(group) - owners.keys(), owner)
+    return owners
 
 
 def num_entries(
@@ -35,26 +64,30 @@ def num_entries(
     return sum(prod(shapes[name]) for name in names) + sum(factors.values())
 
 
-def in_passes(groups: Sequence[list[str]], sizes: Sequence[int], num: int) -> list[list[str]]:
-    """Divide groups of parameters into at most ``num`` parts of neighbors of about equal size."""
-    total, parts = sum(sizes), dict[int, list[str]]()
-    for group, size, end in zip(groups, sizes, accumulate(sizes), strict=True):
-        middle = end - size / 2
-        parts.setdefault(min(int(middle * num / max(total, 1)), num - 1), []).extend(group)
-    return list(parts.values())
+@dataclass(frozen=True)
+class Placement:
+    """Which processes have the blocks of which parameters."""
 
+    ranks: Team = ALONE
+    #: The rank that has those of a parameter; ``None`` if all ranks have all.
+    owners: Mapping[str, int] | None = None
 
-def among(sizes: Sequence[int], num: int) -> list[int]:
-    """Assign tasks to processes, the largest ones first to the process that has least.
+    @property
+    def is_divided(self) -> bool:
+        """Whether each process has the blocks of some parameters."""
+        return self.owners is not None
 
-    The time to decompose factors is about the power 1.5 of their size, and counts as much as
-    memory.
-    """
-    costs = [
-        size / max(sum(sizes), 1) + size**1.5 / max(sum(x**1.5 for x in sizes), 1) for size in sizes
-    ]
-    loads, owners = [0.0] * num, [0] * len(sizes)
-    for task in sorted(range(len(sizes)), key=lambda task: -costs[task]):
-        owners[task] = loads.index(min(loads))
-        loads[owners[task]] += costs[task]
-    return owners
+    @property
+    def team(self) -> Team:
+        """The processes that need each other for all blocks."""
+        return self.ranks if self.is_divided else ALONE
+
+    def holders(self, names: Collection[str]) -> Sequence[int]:
+        """Return the ranks that have blocks of some parameters; all if there are no names."""
+        if self.owners is None or not names:
+            return range(self.ranks.size)
+        return sorted({self.owners[name] for name in names})
+
+    def is_here(self, names: Collection[str]) -> bool:
+        """Return whether this process is among the holders."""
+        return self.ranks.rank in self.holders(names)

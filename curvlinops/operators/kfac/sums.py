@@ -11,12 +11,11 @@ from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.operators.kfac.blocks import BASES, COUNTS, INPUTS, WEIGHT, Stack, Uses
 from curvlinops.operators.kfac.options import Options
-from curvlinops.operators.kfac.partition import among, num_entries, units
+from curvlinops.operators.kfac.partition import Placement, divided, units
 from curvlinops.operators.kfac.structure import Structure, structure_of
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.files import recorded
-from curvlinops.team.team import ALONE, Team
 
 
 class ChangedError(RuntimeError):
@@ -54,15 +53,13 @@ class FactorSums:
     is_apart: bool = False
     #: The shapes of the matrices in whose eigenbases eigenvalues are, by a block's first view.
     firsts: Mapping[ParameterView, KroneckerShape] = field(default_factory=dict)
-    ranks: Team = ALONE
-    #: The rank that has the sums of a parameter; empty if all ranks have all.
-    owners: Mapping[str, int] = field(default_factory=dict)
+    placement: Placement = field(default_factory=Placement)
     structure: Structure = None
 
     def __post_init__(self) -> None:
         """Find the structure, and put the sums where it has them."""
         if self.structure is None:
-            of_sums = self.is_apart, self.owners, self.firsts
+            of_sums = self.is_apart, self.placement.owners, self.firsts
             self.structure = structure_of(self.uses, self.space.shapes, self.options, *of_sums)
             self.tensors = moved(self.tensors, self.structure)
 
@@ -123,11 +120,10 @@ class FactorSums:
 
     def part(self, names: Collection[str]) -> "FactorSums":
         """Return the sums of some parameters, which must have no sum in common with others."""
-        owners = {name: rank for name, rank in self.owners.items() if name in names}
         space = self.space.restricted(list(names))
         firsts = {view: shape for view, shape in self.firsts.items() if view.name in names}
         uses = self.uses.of(names)
-        return self.changed(space=space, uses=uses, owners=owners, firsts=firsts)
+        return self.changed(space=space, uses=uses, firsts=firsts)
 
     @classmethod
     def joined(
@@ -246,48 +242,27 @@ class FactorSums:
 
     # --- several processes
 
-    def is_here(self, name: str) -> bool:
-        """Return whether this rank has the sums of a parameter."""
-        return self.owners.get(name, self.ranks.rank) == self.ranks.rank
-
-    def distributed(self) -> "FactorSums":
+    def divided(self) -> "FactorSums":
         """Return the sums with an owner for each parameter; those of others stay for now."""
-        groups = self.units()
-        new = [group for group in groups if self.owners.keys().isdisjoint(group)]
-        limit = self.options.max_factor_size
-        sizes = [num_entries(self.uses, group, self.space.shapes, limit) for group in new]
-        owners = dict(self.owners)
-        for group, rank in zip(new, among(sizes, self.ranks.size), strict=True):
-            owners |= dict.fromkeys(group, rank)
-        for group in groups:  # one that was joined to another later on
-            known = [owners[name] for name in group if name in owners]
-            owners |= dict.fromkeys(set(group) - owners.keys(), known[0])
-        return self if owners == self.owners else self.changed(owners=owners)
-
-    @property
-    def owning_ranks(self) -> Team:
-        """The processes each of which has the sums of some parameters."""
-        return self.ranks if self.owners else ALONE
-
-    def holders(self, stack: Stack) -> Sequence[int]:
-        """Return the ranks that have a stack of sums."""
-        if not self.owners or stack == WEIGHT:
-            return range(self.ranks.size)
-        return sorted({self.owners[name] for name in stack.names(0)})
-
-    def over_ranks(self, partition: bool) -> "FactorSums":
-        """Return the sums, or this rank's part, over the data of all ranks, which know all uses."""
-        ranks, sums = self.ranks, self.distributed() if partition else self
-        if ranks.size == 1:
+        num, known = self.placement.ranks.size, self.placement.owners
+        if num == 1:
             return self
-        tensors = ranks.add_all(sums.tensors, self.space.device, sums.holders)
+        limit = self.options.max_factor_size
+        owners = divided(self.uses, self.space.shapes, limit, num, known)
+        placement = replace(self.placement, owners=owners)
+        return self if owners == known else self.changed(placement=placement)
+
+    def over_ranks(self) -> "FactorSums":
+        """Return the sums, or this rank's part, over the data of all ranks, which know all uses."""
+        sums = self.divided() if self.placement.is_divided else self
+        ranks, holders = sums.placement.ranks, sums.placement.holders
+        tensors = ranks.add_all(sums.tensors, self.space.device, lambda x: holders(x.names(0)))
         return replace(sums, tensors=tensors, num_batches=ranks.largest(self.num_batches))
 
     def own(self) -> "FactorSums":
         """Return the sums that this rank has to keep."""
-        tensors = {
-            stack: x for stack, x in self.tensors.items() if self.ranks.rank in self.holders(stack)
-        }
+        is_here = self.placement.is_here
+        tensors = {stack: x for stack, x in self.tensors.items() if is_here(stack.names(0))}
         return replace(self, tensors=tensors)
 
     def to(self, space: ParameterSpace) -> "FactorSums":
