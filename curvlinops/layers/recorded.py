@@ -416,7 +416,8 @@ class RecordedBatch:
             return [{name: uses_of[name] for name in stack} for stack in stacks_of(uses_of)]
 
         for uses_of in self.plan.known((*names, *self.uses), find):
-            for some in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
+            uses = next(iter(uses_of.values()))
+            for some in arrived.in_steps([*uses_of], uses, with_parameters=True):
                 yield {name: uses_of[name] for name in some}
 
     def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
@@ -482,29 +483,26 @@ class Arrived:
         return {use: self._made[use] for use in wanted}
 
     def stacks(
-        self,
-        uses_of: Mapping[Item, Sequence[ParameterUse]],
-        treatment: Callable[[Item], Hashable],
-    ) -> Iterator[tuple[list[Item], list[PerSampleGradient]]]:
-        """Yield items that are treated alike and have equal uses, and the gradients of these."""
-        made = {i for i, uses in uses_of.items() if not self._made.keys().isdisjoint(uses)}
-        for items in stacks_of(uses_of, lambda i: i if i in made else treatment(i)):
-            for some in self.in_steps(items, uses_of):
-                columns = zip(*(uses_of[i] for i in some), strict=True)
+        self, stacks: Iterable[Sequence[Item]]
+    ) -> Iterator[tuple[Sequence[Item], list[PerSampleGradient]]]:
+        """Yield items of each stack, and the gradients of their ``uses``, which are equal."""
+        for items in stacks:
+            for some in self.in_steps(items, items[0].uses):
+                columns = zip(*(item.uses for item in some), strict=True)
                 # memory of gradients that the caller has used is given back at once
                 yield some, [self.take(*uses, by_position=True) for uses in columns]
 
     def in_steps(
         self,
-        items: list[Item],
-        uses_of: Mapping[Item, Sequence[ParameterUse]],
+        items: Sequence[Item],
+        uses: Sequence[ParameterUse],
         with_parameters: bool = False,
-    ) -> Iterator[list[Item]]:
-        """Yield some items of a stack at a time, whose factors, or parameters, are copied."""
+    ) -> Iterator[Sequence[Item]]:
+        """Yield some items with such uses at a time, whose factors, or parameters, are copied."""
         step = len(items)
         if step > 1:
-            sizes = [self._size(use) for use in uses_of[items[0]]]
-            sizes += [prod(use.shape) for use in uses_of[items[0]] if with_parameters]
+            sizes = [self._size(use) for use in uses]
+            sizes += [prod(use.shape) for use in uses if with_parameters]
             step = max(_COPIED // max(1, *sizes), 1)
         for start in range(0, len(items), step or 1):
             yield items[start : start + step]

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.layers.factors import FactoredGradient, moment
 from curvlinops.layers.gradients import PerSampleGradient, Piece, sum_of
 from curvlinops.layers.reading import ParameterUse
-from curvlinops.layers.recorded import Arrived
+from curvlinops.layers.recorded import Arrived, stacks_of
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     GRADIENTS,
@@ -53,7 +53,8 @@ def backpropagated(
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
     """Add a batch to sums, whose structure changes if it shows new uses."""
-    options, counts, padding, head = sums.options, list[Tensor](), Padding(problem, samples), None
+    options, padding, head = sums.options, Padding(problem, samples), None
+    counts: list[int | Tensor] = []
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
     if head is not None and not sums.structure.exact.keys().isdisjoint(head.names):
@@ -82,12 +83,10 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
-            known = "summands", sums.structure, sharing
-            summands = samples.known(known, partial(_summands, sums, factored, uses.inputs))
-            uses_of = {i: x.uses for i, x in enumerate(summands)}
-            treatments = [x.stacks for x in summands]
-        for some, gradients in arrived.stacks(uses_of, treatments.__getitem__):
-            stack = [summands[i] for i in some]
+            known = "summands", sums.structure, sharing, bool(padding.masks)
+            find = partial(_stacks, sums, factored, uses.inputs, is_masked=bool(padding.masks))
+            stacks = samples.known(known, find)
+        for stack, gradients in arrived.stacks(stacks):
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
             if stack[0].inputs is not None and last:
@@ -115,11 +114,6 @@ class Summand(NamedTuple):
     inputs: Place | None
     gradients: Place | None
 
-    @property
-    def stacks(self) -> Hashable:
-        """The stacks that these sums are in. Summands with the same ones are treated alike."""
-        return self.inputs and self.inputs.stack, self.gradients and self.gradients.stack
-
 
 def _factored(sums: FactorSums, layers: Layers) -> Layers:
     """Return the uses whose output gradients make up factors. Biases may have those of weights."""
@@ -139,6 +133,18 @@ def _summands(
     if sums.options.fisher_type is FisherType.FORWARD_ONLY:
         return [x._replace(gradients=None) for x in summands if x.inputs is not None]
     return summands
+
+
+def _stacks(
+    sums: FactorSums, factored: Layers, inputs: Iterable[tuple[LayerUse, ...]], is_masked: bool
+) -> list[list[Summand]]:
+    """Return summands, together those that are equal and have their sums in the same stacks."""
+    summands = _summands(sums, factored, inputs)
+    if is_masked:  # whose rows count depends on the layer
+        return [[x] for x in summands]
+    stacks = ((x.inputs and x.inputs.stack, x.gradients and x.gradients.stack) for x in summands)
+    treatments = dict(zip(summands, stacks, strict=True))
+    return stacks_of({x: x.uses for x in summands}, treatments.__getitem__)
 
 
 def _add_head(sums: FactorSums, head: Head) -> None:
@@ -267,13 +273,13 @@ def _add_inputs(
     stack: Sequence[Summand],
     gradients: Sequence[FactoredGradient],
     masks: Sequence[Tensor | None],
-) -> Tensor:
+) -> int | Tensor:
     """Add the inputs of equal uses, side by side, to the sums for A; return their number."""
     reduced, bias, diagonal, _ = _treatment(stack[0].use, sums.options)
     moments, count = input_factor(gradients, masks, reduced, bias, diagonal)
     of, indices = stack[0].inputs.stack, [x.inputs.index for x in stack]
     sums.add(of, indices, moments)
-    sums.add(of.counts, indices, count.double().repeat(len(stack)))
+    sums.add(of.counts, indices, moments.new_zeros(len(stack), dtype=torch.float64) + count)
     return count
 
 
