@@ -208,7 +208,7 @@ class OuterProducts(FactoredGradient):
         if self.x.shape[1] != 1:
             return super().sum_of_squares()
         g = squared_sum(self.g.flatten(1)).reshape(self.g.shape[1], *self.g.shape[3:])
-        squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
+        squares = g.permute(1, 2, 0) @ self.x[:][:, 0].square().transpose(0, 1)
         return self.entries.spread(squares[None, None])[0, 0]
 
     def squares_in_basis(
