@@ -54,14 +54,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             "eigenvectors. Merge KFACLinearOperators, or build one operator on all data."
         )
 
-    def _compute(
-        self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
-    ) -> FactorSums:
-        first, before, kept = sums.num_batches, set[tuple](), dict[Stack, Tensor]()
-        sums = super()._compute(sums, batches, known)
-        if known is not None:
-            kept = {stack: x for stack, x in known.tensors.items() if stack.kind in BASES}
-            before.update(*(stack.of for stack in known.tensors if stack.kind == MOMENT))
+    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+        first = sums.num_batches
+        kept = {stack: x for stack, x in sums.tensors.items() if stack.kind in BASES}
+        before = {of for stack in sums.tensors if stack.kind == MOMENT for of in stack.of}
+        sums = super()._compute(sums, batches)
         blocks = {block.views: block for block in sums.structure.blocks if block.terms}
         with sums.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
             if lost := before - blocks.keys():

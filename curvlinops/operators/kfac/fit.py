@@ -143,7 +143,7 @@ _MATRICES: dict[FitType, Callable[[Factor], Tensor]] = {
 }
 
 
-def passes(options: Options, has_known: bool = False) -> list[Sequence[str]]:
+def passes(options: Options, has_known: bool) -> list[Sequence[str]]:
     """Return the factors of each pass over the data; one, if those of earlier data are known."""
     if options.fit is FitType.KFAC:
         return []
