@@ -70,11 +70,9 @@ class RecordedBatch:
                 output = output.view_as(output)
         #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
-        self._graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
-        #: A hash of the graph's operations.
-        self.operations = self._graph.operations
+        self.graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
         # checkpoints compute again what they have saved, when it is read or differentiated
-        self._context, _ = self._evaluation.of_graph(self._graph.runs_python)
+        self._context, _ = self._evaluation.of_graph(self.graph.runs_python)
         #: The number of samples, and the batch's weight. Who records the batch sets them.
         self.num_samples, self.weight = 0, output.new_zeros(())
         #: Whether the last backward pass has freed the graph.
@@ -87,7 +85,7 @@ class RecordedBatch:
         self._asked: dict[ParameterUse, Use] = {}
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
-        others = (self.nodes[number] for number in self._graph.others)
+        others = (self.nodes[number] for number in self.graph.others)
         check_graph(others, problem.model, self._leaves, must_depend=False)
 
     def teach(self) -> None:
@@ -98,7 +96,7 @@ class RecordedBatch:
 
     def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
         """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
-        plans, same = self._graph.plans, (self.num_samples, tuple(self.names))
+        plans, same = self.graph.plans, (self.num_samples, tuple(self.names))
         plan = plans.get(same)
         if plan is None or not self._holds(plan):
             self.others, self._asked, before = {}, {}, dict(roles)
@@ -173,7 +171,7 @@ class RecordedBatch:
 
         shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
         with self._context():
-            known, names = self._graph.leaves.items(), set(self.names)
+            known, names = self.graph.leaves.items(), set(self.names)
             reached = {self.nodes[number]: name for number, name in known if name in names}
             return Reading(self.nodes, reached, shapes, is_function)
 
@@ -227,7 +225,7 @@ class RecordedBatch:
     @property
     def is_constant(self) -> bool:
         """Whether the graph connects no parameter with the output."""
-        return set(self.names).isdisjoint(self._graph.leaves.values())
+        return set(self.names).isdisjoint(self.graph.leaves.values())
 
     def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
