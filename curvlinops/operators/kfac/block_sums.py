@@ -131,16 +131,18 @@ def add_block_sums(
         stacks = samples.known(known, partial(_stacks, sums.structure, layers))
         stacks = [some for some in stacks if some[0].stack in wanted]
         arrived.keep(use for some in stacks for x in some for use in x.uses)
+        unassigned = {x for x, *_ in stacks if not (x.is_assigned or wanted[x.stack].by_position)}
+        if unassigned:
+            samples.refuse_interaction()
         for some, gradients in arrived.stacks(stacks):
-            (stack, _, _, is_alike, is_assigned), indices = some[0], [x.index for x in some]
+            first, stack, indices = some[0], some[0].stack, [x.index for x in some]
             of_block = wanted[stack].part(stack, indices)
-            if is_assigned or of_block.by_position:
-                gradients = [gradient.to(dtype) for gradient in gradients]
-                pieces = of_block.of_gradients(gradients, is_alike)
-            else:
-                samples.refuse_interaction()
-                views = stack.singles[indices[0]].views
+            if first in unassigned:
+                views = stack.singles[first.index].views
                 pieces = _one_by_one(of_block, views, samples, u, dtype)
+            else:
+                gradients = [gradient.to(dtype) for gradient in gradients]
+                pieces = of_block.of_gradients(gradients, first.is_alike)
             _add(sums, stack, indices, pieces)
     sums.add(WEIGHT, [0], samples.weight.double())
 

@@ -72,20 +72,18 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         exact = sums.structure.exact
         whole = arrived.make(x for x in samples.uses if x.name in exact)
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
-        known = "factored", sums.structure
-        factored = samples.known(known, partial(_factored, sums, layers))
-        arrived.keep(chain(*factored.values()))
         counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            made = arrived.make(chain(*factored.values()))
+            made = arrived.make(chain(*_factored(sums, layers).values()))
             padding.note(made)
             counting = {place: padding.counting(place) for place in made} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
             known = "summands", sums.structure, sharing, bool(padding.masks)
-            find = partial(_stacks, sums, factored, uses.inputs, is_masked=bool(padding.masks))
+            find = partial(_stacks, sums, layers, uses.inputs, is_masked=bool(padding.masks))
             stacks = samples.known(known, find)
+        arrived.keep(use for stack in stacks for x in stack for use in x.uses)
         for stack, gradients in arrived.stacks(stacks):
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
@@ -121,10 +119,10 @@ def _factored(sums: FactorSums, layers: Layers) -> Layers:
 
 
 def _summands(
-    sums: FactorSums, factored: Layers, inputs: Iterable[tuple[LayerUse, ...]]
+    sums: FactorSums, layers: Layers, inputs: Iterable[tuple[LayerUse, ...]]
 ) -> list[Summand]:
     """Return what is added for the uses of a graph, in the order of the stacks of sums."""
-    place, places = sums.structure.place, {}
+    place, places, factored = sums.structure.place, {}, _factored(sums, layers)
     for together in inputs:
         first = next((use for use in together if use in factored), None)
         places[first] = place(INPUTS, together)
@@ -136,10 +134,10 @@ def _summands(
 
 
 def _stacks(
-    sums: FactorSums, factored: Layers, inputs: Iterable[tuple[LayerUse, ...]], is_masked: bool
+    sums: FactorSums, layers: Layers, inputs: Iterable[tuple[LayerUse, ...]], is_masked: bool
 ) -> list[list[Summand]]:
     """Return summands, together those that are equal and have their sums in the same stacks."""
-    summands = _summands(sums, factored, inputs)
+    summands = _summands(sums, layers, inputs)
     if is_masked:  # whose rows count depends on the layer
         return [[x] for x in summands]
     stacks = ((x.inputs and x.inputs.stack, x.gradients and x.gradients.stack) for x in summands)
@@ -153,7 +151,7 @@ def _add_head(sums: FactorSums, head: Head) -> None:
     dtype = sums.space.dtype
     sharing = [None if use.shape.is_bias else i for i, use in enumerate(layers)]
     uses = _learned(sums, head.own, layers, tuple(sharing))
-    for x in _summands(sums, _factored(sums, layers), uses.inputs):
+    for x in _summands(sums, layers, uses.inputs):
         if x.inputs is not None:
             gradients = [arrived.take(place, by_position=True).to(dtype) for place in x.uses]
             _add_inputs(sums, [x], gradients, [None] * len(x.uses))
