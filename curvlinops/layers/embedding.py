@@ -178,11 +178,11 @@ class EmbeddingGradient(FactoredGradient):
         is_lookup = self.indices != self.padding
         return is_lookup if mask is None else is_lookup & mask
 
-    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, int]:
         """Return how often each row was looked up, on a diagonal, and the number of lookups."""
         indices = self.indices[self._lookups(mask)]
         counts = torch.bincount(indices, minlength=self.num_rows).to(self.g).unsqueeze(0)
-        return counts if diagonal else counts.diag_embed(), counts.sum()
+        return counts if diagonal else counts.diag_embed(), len(indices)
 
     def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return how often each sample looked up each row, and its number of lookups."""

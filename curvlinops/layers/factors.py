@@ -76,14 +76,14 @@ class FactoredGradient(PerSampleGradient):
         """Yield x and g of some samples, multiplied by columns, see ``projected``."""
         return ((rotated(x, inputs), rotated(g, outputs)) for x, g in self.positions())
 
-    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, int]:
         """Return the sum of the inputs' outer products, ``[G, I, I]``, and their number.
 
         Only the ``diagonal``, ``[G, I]``, if wanted; of inputs in the mask ``[N, S]``, or of all.
         """
         x = self.inputs()
         x = x.flatten(0, 1) if mask is None else x[mask]
-        return moment(x, diagonal), torch.tensor(len(x), device=x.device)
+        return moment(x, diagonal), len(x)
 
     def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of each sample's inputs, ``[N, G, I]``, and their number, ``[N]``."""

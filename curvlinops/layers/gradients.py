@@ -277,11 +277,11 @@ def squared_sum(vectors: Tensor) -> Tensor:
     """Return the sum of squares along the first axis of ``[n, m]``, with little memory."""
     at_once = _CACHED // max(vectors.shape[1], 1)
     if at_once > 8:
-        return sum(some.square().sum(0) for some in vectors.split(at_once))
-    total = vectors.new_zeros(vectors.shape[1])
+        return total(some.square().sum(0) for some in vectors.split(at_once))
+    squares = vectors.new_zeros(vectors.shape[1])
     for vector in vectors:
-        total.addcmul_(vector, vector)
-    return total
+        squares.addcmul_(vector, vector)
+    return squares
 
 
 def _flat(rows: Tensor) -> Tensor:

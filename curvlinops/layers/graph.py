@@ -18,6 +18,8 @@ from curvlinops.support.torch_internals import function_of, node_facts
 #: The number of known graphs that are compared with one: those of a model that drops layers at
 #: random are many, and all begin alike.
 _ALIKE = 8
+#: The number of graphs that are known. One takes about 1 kB for each of its nodes.
+NUM_KNOWN = 64
 
 
 class Graph:
@@ -39,6 +41,9 @@ class Graph:
         self.operations = hash(tuple(node.name() for node in nodes))
         #: The uses in such graphs, by the number of samples and the parameters.
         self.plans: dict[Hashable, Any] = {}
+        #: The parameters whose rules were compared with autograd, in graphs with these operations,
+        #: and whether that has shown that they agree. Gradients of zero show nothing.
+        self.checked: dict[str, bool] = {}
 
     def match(self, output: Tensor, parameters: Mapping[str, Tensor]) -> list[Any] | None:
         """Return the nodes of the graph of an output if it is the same, else ``None``."""
@@ -78,9 +83,11 @@ def graph_of(
             return graph, nodes
     nodes = graph_nodes(output)
     graph = Graph(output, nodes, parameters)
+    same = (known.checked for known in graphs if known.operations == graph.operations)
+    graph.checked = next(same, graph.checked)
     graphs[graph] = key
-    if len(alike) == _ALIKE:
-        del graphs[alike[0]]
+    if len(alike) == _ALIKE or len(graphs) > NUM_KNOWN:
+        del graphs[alike[0] if len(alike) == _ALIKE else next(iter(graphs))]
     return graph, nodes
 
 

@@ -59,12 +59,11 @@ class OuterProducts(FactoredGradient):
         for some in self.x.slices():
             yield self.x[some], self.g[:, some]
 
-    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def input_moment(self, diagonal: bool, mask: Tensor | None = None) -> tuple[Tensor, int]:
         """Return the sum of the inputs' outer products, and the number of inputs."""
         if mask is not None:
             return super().input_moment(diagonal, mask)
-        count = torch.tensor(self.num_samples * self.num_positions, device=self.g.device)
-        return self.x.moment(diagonal), count
+        return self.x.moment(diagonal), self.num_samples * self.num_positions
 
     def input_sums(self, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of each sample's inputs, and their number."""
@@ -209,7 +208,7 @@ class OuterProducts(FactoredGradient):
         if self.x.shape[1] != 1:
             return super().sum_of_squares()
         g = squared_sum(self.g.flatten(1)).reshape(self.g.shape[1], *self.g.shape[3:])
-        squares = torch.einsum("ngo,ngi->goi", g, self.x[:][:, 0].square())
+        squares = g.permute(1, 2, 0) @ self.x[:][:, 0].square().transpose(0, 1)
         return self.entries.spread(squares[None, None])[0, 0]
 
     def squares_in_basis(

@@ -70,11 +70,9 @@ class RecordedBatch:
                 output = output.view_as(output)
         #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
-        self._graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
-        #: A hash of the graph's operations.
-        self.operations = self._graph.operations
+        self.graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
         # checkpoints compute again what they have saved, when it is read or differentiated
-        self._context, _ = self._evaluation.of_graph(self._graph.runs_python)
+        self._context, _ = self._evaluation.of_graph(self.graph.runs_python)
         #: The number of samples, and the batch's weight. Who records the batch sets them.
         self.num_samples, self.weight = 0, output.new_zeros(())
         #: Whether the last backward pass has freed the graph.
@@ -87,7 +85,7 @@ class RecordedBatch:
         self._asked: dict[ParameterUse, Use] = {}
         # a method of this object would keep the graph in memory after its last use
         self._chunks = in_chunks(partial(batched_vjp, {"": self.output}), _ANY_NUMBER)
-        others = (self.nodes[number] for number in self._graph.others)
+        others = (self.nodes[number] for number in self.graph.others)
         check_graph(others, problem.model, self._leaves, must_depend=False)
 
     def teach(self) -> None:
@@ -98,7 +96,7 @@ class RecordedBatch:
 
     def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
         """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
-        plans, same = self._graph.plans, (self.num_samples, tuple(self.names))
+        plans, same = self.graph.plans, (self.num_samples, tuple(self.names))
         plan = plans.get(same)
         if plan is None or not self._holds(plan):
             self.others, self._asked, before = {}, {}, dict(roles)
@@ -173,7 +171,7 @@ class RecordedBatch:
 
         shapes = {name: tuple(self._leaves[name].shape) for name in self.names}
         with self._context():
-            known, names = self._graph.leaves.items(), set(self.names)
+            known, names = self.graph.leaves.items(), set(self.names)
             reached = {self.nodes[number]: name for number, name in known if name in names}
             return Reading(self.nodes, reached, shapes, is_function)
 
@@ -227,7 +225,7 @@ class RecordedBatch:
     @property
     def is_constant(self) -> bool:
         """Whether the graph connects no parameter with the output."""
-        return set(self.names).isdisjoint(self._graph.leaves.values())
+        return set(self.names).isdisjoint(self.graph.leaves.values())
 
     def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
@@ -416,7 +414,8 @@ class RecordedBatch:
             return [{name: uses_of[name] for name in stack} for stack in stacks_of(uses_of)]
 
         for uses_of in self.plan.known((*names, *self.uses), find):
-            for some in arrived.in_steps([*uses_of], uses_of, with_parameters=True):
+            uses = next(iter(uses_of.values()))
+            for some in arrived.in_steps([*uses_of], uses, with_parameters=True):
                 yield {name: uses_of[name] for name in some}
 
     def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
@@ -482,29 +481,26 @@ class Arrived:
         return {use: self._made[use] for use in wanted}
 
     def stacks(
-        self,
-        uses_of: Mapping[Item, Sequence[ParameterUse]],
-        treatment: Callable[[Item], Hashable],
-    ) -> Iterator[tuple[list[Item], list[PerSampleGradient]]]:
-        """Yield items that are treated alike and have equal uses, and the gradients of these."""
-        made = {i for i, uses in uses_of.items() if not self._made.keys().isdisjoint(uses)}
-        for items in stacks_of(uses_of, lambda i: i if i in made else treatment(i)):
-            for some in self.in_steps(items, uses_of):
-                columns = zip(*(uses_of[i] for i in some), strict=True)
+        self, stacks: Iterable[Sequence[Item]]
+    ) -> Iterator[tuple[Sequence[Item], list[PerSampleGradient]]]:
+        """Yield items of each stack, and the gradients of their ``uses``, which are equal."""
+        for items in stacks:
+            for some in self.in_steps(items, items[0].uses):
+                columns = zip(*(item.uses for item in some), strict=True)
                 # memory of gradients that the caller has used is given back at once
                 yield some, [self.take(*uses, by_position=True) for uses in columns]
 
     def in_steps(
         self,
-        items: list[Item],
-        uses_of: Mapping[Item, Sequence[ParameterUse]],
+        items: Sequence[Item],
+        uses: Sequence[ParameterUse],
         with_parameters: bool = False,
-    ) -> Iterator[list[Item]]:
-        """Yield some items of a stack at a time, whose factors, or parameters, are copied."""
+    ) -> Iterator[Sequence[Item]]:
+        """Yield some items with such uses at a time, whose factors, or parameters, are copied."""
         step = len(items)
         if step > 1:
-            sizes = [self._size(use) for use in uses_of[items[0]]]
-            sizes += [prod(use.shape) for use in uses_of[items[0]] if with_parameters]
+            sizes = [self._size(use) for use in uses]
+            sizes += [prod(use.shape) for use in uses if with_parameters]
             step = max(_COPIED // max(1, *sizes), 1)
         for start in range(0, len(items), step or 1):
             yield items[start : start + step]

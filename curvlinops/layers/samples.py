@@ -33,12 +33,8 @@ from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
-#: The number of graphs whose checks are remembered. A recurrent layer has one for each length.
-NUM_GRAPHS = 256
 #: Memory of a use's gradients from which on the fixed costs of a pass do not matter.
 _LARGE = 2**18
-#: The number of graphs that are known. One takes about 1 kB for each of its nodes.
-NUM_KNOWN = 64
 
 
 class SampleGradients:
@@ -135,7 +131,7 @@ class SampleGradients:
         if batch is None:
             return Arrived(batch, {}, {})
         # of a known graph, gradients of zero have shown nothing: then nodes are compared alone
-        if len(u) != 1 or self._rules.knows(batch):
+        if len(u) != 1 or batch.graph.checked:
             self.check()
         new = self._rules.unchecked(batch)
         arrived = batch.backward(u, last=last, totals=new)
@@ -187,19 +183,11 @@ class LayerFacts:
     def __init__(self):
         #: Which nodes return functions of parameters alone, see ``Reading``.
         self.roles: dict[Signature, bool] = {}
-        #: The parameters whose rules agree with autograd, by the graph's operations.
-        self.checked: dict[int, set[str]] = {}
         #: The known graphs, see ``graph_of``.
         self.graphs: dict[Graph, Hashable] = {}
 
     def __reduce__(self) -> tuple:
         return LayerFacts, ()  # hashes and types of nodes are those of this process
-
-    def forget_old(self) -> None:
-        """Forget the oldest facts of graphs if there are too many."""
-        for facts, limit in ((self.checked, NUM_GRAPHS), (self.graphs, NUM_KNOWN)):
-            while len(facts) > limit:
-                del facts[next(iter(facts))]
 
 
 class SampleBackward:
@@ -247,7 +235,6 @@ class SampleBackward:
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
         batch.read(self._facts.roles, self._facts.graphs)
-        self._facts.forget_old()
         if batch.plan.unread:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
@@ -274,24 +261,16 @@ class SampleBackward:
 
     # --- checks of rules
 
-    def knows(self, batch: RecordedBatch) -> bool:
-        """Return whether a graph with the same operations was checked before."""
-        return batch.operations in self._facts.checked
-
     def unchecked(self, batch: RecordedBatch) -> list[str]:
-        """Return the parameters whose rules were not checked yet in a batch's graph."""
-        checked = self._facts.checked.get(batch.operations, ())
-        used = {use.name for use in batch.uses}.difference(checked)
-        return [name for name in batch.names if name in used]
+        """Return the parameters whose rules are not known to be right in a batch's graph."""
+        checked, used = batch.graph.checked, {use.name for use in batch.uses}
+        return [name for name in batch.names if name in used and not checked.get(name)]
 
     def check(self, batch: RecordedBatch, u: Tensor, one: Arrived, names: list[str]) -> None:
         """Compare the rules with autograd; see ``RecordedBatch.check``."""
         wrong, zero = batch.check(u, one, names)
         self._use_fallback(wrong, "its rule does not agree with autograd")
-        checked = self._facts.checked
-        agree = set(names) - zero - set(wrong)
-        checked[batch.operations] = checked.get(batch.operations, set()) | agree
-        self._facts.forget_old()
+        batch.graph.checked.update((name, name not in zero) for name in {*names}.difference(wrong))
         batch.drop(self.fallbacks)
 
     # --- samples of rows
@@ -319,9 +298,9 @@ class SampleBackward:
         What hooks and functions do, nodes do not show. Samples may meet where one batch is all
         data.
         """
-        if not problem.runs_users_code(batch.nodes):
+        if not problem.runs_users_code(batch.nodes if batch.graph.runs_python else ()):
             return
-        check_gradients(problem, batch.operations)
+        check_gradients(problem, batch.graph.operations)
         if problem.risk.is_all_data(problem.batch) and couples_gradients(problem)[0]:
             self._fallback.is_whole = True
             self._use_fallback(batch.names, "hooks, or custom functions, let samples interact")

@@ -415,6 +415,8 @@ def not_finite(columns: Columns) -> str | None:
     """Return the name of a tensor with NaN or infinite values, if there is one."""
     # sums are fast; only when one overflows or is NaN look at each value
     sums = [x.detach().sum() for x in columns.values()]
-    if isfinite(float(sums[0] if len(sums) == 1 else torch.stack(sums).sum())):
+    if not sums[0].is_cpu:
+        sums = [torch.stack(sums).sum()]
+    if isfinite(sum(map(float, sums))):
         return None
     return next((n for n, column in columns.items() if not bool(column.isfinite().all())), None)

@@ -63,7 +63,7 @@ class IndexLoss(Loss):
         """Return all targets ``[T]``, zero where ignored, and which are kept."""
         y = target.reshape(-1).long()
         kept = y != self.module.ignore_index
-        return y.where(kept, 0), kept
+        return y * kept, kept
 
 
 class ClassAxisLoss(IndexLoss):
@@ -261,4 +261,4 @@ def _balanced(rows: Tensor, p: Tensor) -> Tensor:
     """
     top = p.argmax(-1, keepdim=True).expand(*rows.shape[:-1], 1)
     others = rows.scatter(-1, top, 0.0)
-    return others.scatter(-1, top, -others.sum(-1, keepdim=True))
+    return others.scatter_(-1, top, -others.sum(-1, keepdim=True))

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
+from math import isfinite
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -315,8 +316,8 @@ class BatchProblem:
     def check_finite(self, loss: Tensor, gradient: Columns | None = None) -> None:
         """Refuse a loss or a gradient that is not finite, by the name of the parameter."""
         index = self.batch.index
-        if not bool(loss.isfinite()):
-            raise ValueError(f"The loss on batch {index} is {float(loss)}. {_BAD_NUMBERS}")
+        if not isfinite(value := float(loss)):
+            raise ValueError(f"The loss on batch {index} is {value}. {_BAD_NUMBERS}")
         if gradient and (name := not_finite(gradient)) is not None:
             raise ValueError(
                 f"The gradient on batch {index} is not finite in parameter '{name}', though the "

@@ -121,9 +121,13 @@ class Factor:
         sizes = self.diagonal().abs()
         if vectors is None:
             return sizes
-        if not self.is_diagonal and not has_scales(self.tensor):
+        if not self.is_diagonal and not self._has_scales:
             return sizes.amax(-1, keepdim=True).expand_as(sizes)
         return (sizes.unsqueeze(-2) @ vectors.square()).squeeze(-2)
+
+    @cached_property
+    def _has_scales(self) -> bool:
+        return has_scales(self.tensor)
 
     @cached_property
     def norm(self) -> Tensor:
@@ -182,7 +186,7 @@ class Factor:
         if self.is_diagonal:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
         if not self.is_decomposed(in_float64):
-            in_float64 = in_float64 or has_scales(self.tensor)
+            in_float64 = in_float64 or self._has_scales
             values, vectors = eigenpairs(self.tensor, name, torch.float64 if in_float64 else None)
             errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
             self.decomposition = without_rounding(values, errors, self.psd), vectors

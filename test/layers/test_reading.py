@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
-from curvlinops.layers import samples
+from curvlinops.layers import graph, samples
 from curvlinops.layers.rules import RULES, Use, contraction
 
 LOSS = nn.MSELoss(reduction="sum")
@@ -187,11 +187,11 @@ def test_facts_of_many_graphs_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     model = Using(function, layers=layers, head=nn.Linear(4, 3)).double()
     batches = [(torch.rand(5, 4).double(), y) for _ in range(50) for _, y in data()]
     arguments = model, LOSS, list(model.parameters()), batches
-    monkeypatch.setattr(samples, "NUM_GRAPHS", 8)
+    monkeypatch.setattr(graph, "NUM_KNOWN", 8)
     J = PerSampleGradientLinearOperator(*arguments, check_deterministic=False)
     assert error(J.norms(), rows_in_batches(model, batches, LOSS).norm(dim=1)) <= 1e-12
     facts = [x for x in gc.get_objects() if isinstance(x, samples.LayerFacts)]
-    assert max(len(x.checked) for x in facts) <= 8
+    assert max(len(x.graphs) for x in facts) <= 8
 
 
 def test_random_models_have_rules():

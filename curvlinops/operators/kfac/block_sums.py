@@ -14,6 +14,7 @@ from torch import Tensor
 from curvlinops.layers.factors import FactoredGradient, KroneckerShape
 from curvlinops.layers.gradients import sum_of, total
 from curvlinops.layers.reading import ParameterUse
+from curvlinops.layers.recorded import stacks_of
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import WEIGHT, Block, Layers, Uses, layers_of
 from curvlinops.operators.kfac.estimate import backpropagated
@@ -127,29 +128,21 @@ def add_block_sums(
         if not sums.uses.includes(Uses(frozenset(layers), samples.fallbacks)):
             raise ValueError(_OTHER_USES)
         known = "blocks", sums.structure
-        summands = samples.known(known, partial(_summands, sums.structure, layers))
-        of_wanted = {i: x.uses for i, x in enumerate(summands) if x.stack in wanted}
-        arrived.keep(chain(*of_wanted.values()))
-        unassigned = {
-            i
-            for i, uses in of_wanted.items()
-            if not wanted[summands[i].stack].by_position and any(x.samples is None for x in uses)
-        }
+        stacks = samples.known(known, partial(_stacks, sums.structure, layers))
+        stacks = [some for some in stacks if some[0].stack in wanted]
+        arrived.keep(use for some in stacks for x in some for use in x.uses)
+        unassigned = {x for x, *_ in stacks if not (x.is_assigned or wanted[x.stack].by_position)}
         if unassigned:
             samples.refuse_interaction()
-        is_single = (i in unassigned or not x.is_alike for i, x in enumerate(summands))
-        treatments = [
-            x if single else x.stack for x, single in zip(summands, is_single, strict=True)
-        ]
-        for some, gradients in arrived.stacks(of_wanted, treatments.__getitem__):
-            stack, indices = summands[some[0]].stack, [summands[i].index for i in some]
+        for some, gradients in arrived.stacks(stacks):
+            first, stack, indices = some[0], some[0].stack, [x.index for x in some]
             of_block = wanted[stack].part(stack, indices)
-            gradients = [gradient.to(dtype) for gradient in gradients]
-            if some[0] in unassigned:
-                views = stack.singles[indices[0]].views
+            if first in unassigned:
+                views = stack.singles[first.index].views
                 pieces = _one_by_one(of_block, views, samples, u, dtype)
             else:
-                pieces = of_block.of_gradients(gradients, summands[some[0]].is_alike)
+                gradients = [gradient.to(dtype) for gradient in gradients]
+                pieces = of_block.of_gradients(gradients, first.is_alike)
             _add(sums, stack, indices, pieces)
     sums.add(WEIGHT, [0], samples.weight.double())
 
@@ -170,10 +163,12 @@ class BlockUses(NamedTuple):
     uses: tuple[ParameterUse, ...]
     #: Whether these have matrices of the block's shape.
     is_alike: bool
+    #: Whether it is known to which samples their rows belong.
+    is_assigned: bool
 
 
-def _summands(structure: Structure, layers: Layers) -> list[BlockUses]:
-    """Return the uses of all blocks that are Kronecker products, in the order of stacks."""
+def _stacks(structure: Structure, layers: Layers) -> list[list[BlockUses]]:
+    """Return the uses of all blocks that are Kronecker products, together equal ones of a stack."""
     by_view: dict[ParameterView, list[tuple]] = {}
     for use, uses in layers.items():
         by_view.setdefault(use.view, []).append((use, uses))
@@ -183,8 +178,10 @@ def _summands(structure: Structure, layers: Layers) -> list[BlockUses]:
             if found := by_view.get(block.views[0]):
                 are_alike = all(use.shape == block.terms[0].shape for use, _ in found)
                 uses = tuple(chain.from_iterable(uses for _, uses in found))
-                summands.append(BlockUses(stack, i, uses, are_alike))
-    return summands
+                are_assigned = all(x.samples is not None for x in uses)
+                summands.append(BlockUses(stack, i, uses, are_alike, are_assigned))
+    together = {x: x.stack if x.is_alike and x.is_assigned else x for x in summands}
+    return stacks_of({x: x.uses for x in summands}, together.__getitem__)
 
 
 def _one_by_one(

@@ -286,18 +286,22 @@ class Block:
             return self.basis.diagonal(self.matrix)
         if self.matrix is not None:
             return KroneckerProductLinearOperator(moment_factor(self.matrix))
-        products = []
-        for term in self.terms:
-            factors = term.factors
-            if relation(self.terms[0].shape, term.shape) == "transposed":
-                factors.reverse()
-            products.append(KroneckerProductLinearOperator(*factors))
+        products = [KroneckerProductLinearOperator(*factors) for factors in self.products]
         return products[0] if len(products) == 1 else SumOfKroneckersLinearOperator(products)
 
     @property
     def is_here(self) -> bool:
         """Whether this process has its matrices."""
         return self.matrix is not None or any(term.factors for term in self.terms)
+
+    @property
+    def products(self) -> list[list[Factor]]:
+        """The factors of the Kronecker products, in the order of the first one's."""
+        first = self.terms[0].shape
+        return [
+            term.factors[::-1] if relation(first, term.shape) == "transposed" else term.factors
+            for term in self.terms
+        ]
 
     @property
     def is_exact(self) -> bool:

@@ -1,8 +1,8 @@
 """Eigenvalue-corrected Kronecker-factored approximate curvature."""
 
-from collections.abc import Mapping, Set
 from dataclasses import replace
 from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor
@@ -54,14 +54,11 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
             "eigenvectors. Merge KFACLinearOperators, or build one operator on all data."
         )
 
-    def _compute(
-        self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
-    ) -> FactorSums:
-        first, before, kept = sums.num_batches, set[tuple](), dict[Stack, Tensor]()
-        sums = super()._compute(sums, batches, known)
-        if known is not None:
-            kept = {stack: x for stack, x in known.tensors.items() if stack.kind in BASES}
-            before.update(*(stack.of for stack in known.tensors if stack.kind == MOMENT))
+    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+        first = sums.num_batches
+        kept = {stack: x for stack, x in sums.tensors.items() if stack.kind in BASES}
+        before = {of for stack in sums.tensors if stack.kind == MOMENT for of in stack.of}
+        sums = super()._compute(sums, batches)
         blocks = {block.views: block for block in sums.structure.blocks if block.terms}
         with self.risk.ranks.raise_on_all_ranks():  # which may know the bases of different blocks
             if lost := before - blocks.keys():
@@ -70,31 +67,34 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
         sums = replace(sums, firsts=firsts)  # as the structure has them already
         if sums.scale is None:
             sums.normalize(self.risk.scale)
-        bases = self._bases(sums, kept, before)
+        stacks = matrices(sums)
+        bases = self._bases(sums, stacks, kept, before)
         wanted = {
             stack: Basis.of_block(stack, *(bases.get(stack.key(kind)) for kind in BASES))
             for stack in sums.structure.stacks
             if stack.terms
         }
         moments = self._block_means("eigenvalues", sums, first, wanted, batches)
-        for of_stack, stack in zip(sums.structure.stacks, matrices(sums), strict=True):
+        for of_stack, stack in zip(sums.structure.stacks, stacks, strict=True):
             squares = moments.get(stack.key(MOMENT))
             if stack.is_here and squares is not None:
                 _remove_rounding(squares, stack, wanted[of_stack])
         return replace(sums, tensors=sums.tensors | moments | bases).own()
 
     def _bases(
-        self, sums: FactorSums, kept: Mapping[Stack, Tensor], known: Set[tuple]
+        self, sums: FactorSums, stacks: list[Block], kept: dict[Stack, Tensor], known: set[tuple]
     ) -> dict[Stack, Tensor]:
         """Return the eigenbases of all blocks, of which each process computes some."""
         ranks = self.risk.ranks
         products = {block.views for block in sums.structure.blocks if block.terms}
         if not sums.placement.is_divided and products <= known:  # all processes have the same
             return moved(kept, sums.structure)
-        own = sums.divided().own()
+        divided = sums.divided()
         with ranks.raise_on_all_ranks():
-            stacks = (stack for stack in matrices(own) if stack.terms and stack.is_here)
-            new = (eigenbases(stack, known) for stack in stacks)
+            if divided is not sums:
+                stacks = matrices(divided.own())
+            own = (stack for stack in stacks if stack.terms and stack.is_here)
+            new = (eigenbases(stack, known) for stack in own)
             bases = kept | dict(chain.from_iterable(x.items() for x in new))
         return moved(ranks.exchange(bases, self.device), sums.structure)
 
@@ -115,10 +115,9 @@ def _remove_rounding(squares: Tensor, block: Block, basis: Basis) -> None:
     """
     if squares.numel() == 0:
         return
-    operator = block.operator()
     scales = torch.zeros_like(squares)
-    for product in getattr(operator, "_terms", [operator]):
-        pairs = zip(product._factors, (basis.outputs, basis.inputs), strict=False)
-        scales += product._outer([factor.scales(Q) for factor, Q in pairs]).view_as(squares)
+    for factors in block.products:
+        axes = zip(factors, (basis.outputs, basis.inputs), (2, 1), strict=False)
+        scales += prod(factor.scales(Q).unsqueeze(axis) for factor, Q, axis in axes)
     size = max(squares.shape[1:])
     squares[squares <= size * (8 * torch.finfo(squares.dtype).eps) ** 2 * scales] = 0.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops.layers.factors import FactoredGradient, moment
 from curvlinops.layers.gradients import PerSampleGradient, Piece, sum_of
 from curvlinops.layers.reading import ParameterUse
-from curvlinops.layers.recorded import Arrived
+from curvlinops.layers.recorded import Arrived, stacks_of
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.operators.kfac.blocks import (
     GRADIENTS,
@@ -53,7 +53,8 @@ def backpropagated(
 
 def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients) -> None:
     """Add a batch to sums, whose structure changes if it shows new uses."""
-    options, counts, padding, head = sums.options, list[Tensor](), Padding(problem, samples), None
+    options, padding, head = sums.options, Padding(problem, samples), None
+    counts: list[int | Tensor] = []
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
     if head is not None and not sums.structure.exact.keys().isdisjoint(head.names):
@@ -71,23 +72,19 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         exact = sums.structure.exact
         whole = arrived.make(x for x in samples.uses if x.name in exact)
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
-        known = "factored", sums.structure
-        factored = samples.known(known, partial(_factored, sums, layers))
-        arrived.keep(chain(*factored.values()))
         counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            made = arrived.make(chain(*factored.values()))
+            made = arrived.make(chain(*_factored(sums, layers).values()))
             padding.note(made)
             counting = {place: padding.counting(place) for place in made} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
-            known = "summands", sums.structure, sharing
-            summands = samples.known(known, partial(_summands, sums, factored, uses.inputs))
-            uses_of = {i: x.uses for i, x in enumerate(summands)}
-            treatments = [x.stacks for x in summands]
-        for some, gradients in arrived.stacks(uses_of, treatments.__getitem__):
-            stack = [summands[i] for i in some]
+            known = "summands", sums.structure, sharing, bool(padding.masks)
+            find = partial(_stacks, sums, layers, uses.inputs, is_masked=bool(padding.masks))
+            stacks = samples.known(known, find)
+        arrived.keep(use for stack in stacks for x in stack for use in x.uses)
+        for stack, gradients in arrived.stacks(stacks):
             # sums of outer products have no negative eigenvalues beyond the rounding of their dtype
             gradients = [gradient.to(sums.space.dtype) for gradient in gradients]
             if stack[0].inputs is not None and last:
@@ -115,11 +112,6 @@ class Summand(NamedTuple):
     inputs: Place | None
     gradients: Place | None
 
-    @property
-    def stacks(self) -> Hashable:
-        """The stacks that these sums are in. Summands with the same ones are treated alike."""
-        return self.inputs and self.inputs.stack, self.gradients and self.gradients.stack
-
 
 def _factored(sums: FactorSums, layers: Layers) -> Layers:
     """Return the uses whose output gradients make up factors. Biases may have those of weights."""
@@ -127,10 +119,10 @@ def _factored(sums: FactorSums, layers: Layers) -> Layers:
 
 
 def _summands(
-    sums: FactorSums, factored: Layers, inputs: Iterable[tuple[LayerUse, ...]]
+    sums: FactorSums, layers: Layers, inputs: Iterable[tuple[LayerUse, ...]]
 ) -> list[Summand]:
     """Return what is added for the uses of a graph, in the order of the stacks of sums."""
-    place, places = sums.structure.place, {}
+    place, places, factored = sums.structure.place, {}, _factored(sums, layers)
     for together in inputs:
         first = next((use for use in together if use in factored), None)
         places[first] = place(INPUTS, together)
@@ -141,13 +133,25 @@ def _summands(
     return summands
 
 
+def _stacks(
+    sums: FactorSums, layers: Layers, inputs: Iterable[tuple[LayerUse, ...]], is_masked: bool
+) -> list[list[Summand]]:
+    """Return summands, together those that are equal and have their sums in the same stacks."""
+    summands = _summands(sums, layers, inputs)
+    if is_masked:  # whose rows count depends on the layer
+        return [[x] for x in summands]
+    stacks = ((x.inputs and x.inputs.stack, x.gradients and x.gradients.stack) for x in summands)
+    treatments = dict(zip(summands, stacks, strict=True))
+    return stacks_of({x: x.uses for x in summands}, treatments.__getitem__)
+
+
 def _add_head(sums: FactorSums, head: Head) -> None:
     """Add the head's inputs, and the sum of the Hessians for its B."""
     layers, arrived = layers_of(head.own, sums.options.reduced), head.own.zeros()
     dtype = sums.space.dtype
     sharing = [None if use.shape.is_bias else i for i, use in enumerate(layers)]
     uses = _learned(sums, head.own, layers, tuple(sharing))
-    for x in _summands(sums, _factored(sums, layers), uses.inputs):
+    for x in _summands(sums, layers, uses.inputs):
         if x.inputs is not None:
             gradients = [arrived.take(place, by_position=True).to(dtype) for place in x.uses]
             _add_inputs(sums, [x], gradients, [None] * len(x.uses))
@@ -267,13 +271,13 @@ def _add_inputs(
     stack: Sequence[Summand],
     gradients: Sequence[FactoredGradient],
     masks: Sequence[Tensor | None],
-) -> Tensor:
+) -> int | Tensor:
     """Add the inputs of equal uses, side by side, to the sums for A; return their number."""
     reduced, bias, diagonal, _ = _treatment(stack[0].use, sums.options)
     moments, count = input_factor(gradients, masks, reduced, bias, diagonal)
     of, indices = stack[0].inputs.stack, [x.inputs.index for x in stack]
     sums.add(of, indices, moments)
-    sums.add(of.counts, indices, count.double().repeat(len(stack)))
+    sums.add(of.counts, indices, moments.new_zeros(len(stack), dtype=torch.float64) + count)
     return count
 
 

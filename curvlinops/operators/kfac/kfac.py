@@ -223,7 +223,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
                 raise ValueError(f"decay must be between 0 and 1, got {decay}.")
         sums = self._factor_sums()
         batches = Batches([batch], self.batch_size_fn)
-        self._add(sums, self._compute(sums.emptied(), batches, sums), decay)
+        self._add(sums, self._compute(sums, batches), decay)
 
     @in_default_modes
     def merge(self, other: "KroneckerFactoredLinearOperator") -> None:
@@ -293,10 +293,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._made: list[Block] | None = None
         self._shown: list[tuple[Tensor, int]] = []  # factors that users have, and their versions
 
-    def _compute(
-        self, sums: FactorSums, batches: Batches | None = None, known: FactorSums | None = None
-    ) -> FactorSums:
-        """Return the means over all data, or the sums over batches, which may use known means."""
+    def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
+        """Return the means over all data, or the sums over batches that follow known sums."""
         new, ranks, first = sums.emptied(), self.risk.ranks, sums.num_batches
         task = "factors" if batches is None else "update"
         with self._on_all_ranks(task), self._batches("factors", batches) as problems:
@@ -314,9 +312,9 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             new.num_samples = self._num_samples
             new.normalize(self.risk.scale)
         new.num_batches -= first
-        for kinds in passes(self._options, known is not None):
+        for kinds in passes(self._options, batches is not None):
             with ranks.raise_on_all_ranks():
-                others = known_matrices(new, kinds, new if known is None else known)
+                others = known_matrices(new, kinds, new if batches is None else sums)
             others = new.placement.team.exchange(others, self.device)
             wanted = sums_of_pass(new, kinds, others)
             new.tensors |= self._block_means("fit", new, first, wanted, batches)

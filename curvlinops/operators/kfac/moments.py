@@ -26,7 +26,7 @@ def input_factor(
     reduce: bool,
     bias: bool,
     diagonal: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, int | Tensor]:
     """Return the sum of inputs' outer products, ``[G, I, I]`` or ``[G, I]``, and their number.
 
     Masks ``[N, S]`` say which inputs count. If wanted, a sample's inputs are averaged first
@@ -37,13 +37,13 @@ def input_factor(
     if reduce:
         return _reduced_inputs(masked, bias, diagonal)
     moments, counts = zip(*(x.input_moment(diagonal, mask) for x, mask in masked), strict=True)
-    matrix, count = total(moments), total(counts)
+    matrix, count = total(moments), sum(counts)
     return _with_bias(matrix, masked, count) if bias else matrix, count
 
 
-def _with_bias(matrix: Tensor, masked: Sequence[Masked], count: Tensor) -> Tensor:
+def _with_bias(matrix: Tensor, masked: Sequence[Masked], count: int) -> Tensor:
     """Return the moment of inputs that have one more entry, a one."""
-    corner = count.to(matrix).expand(len(matrix), 1)
+    corner = matrix.new_full((len(matrix), 1), count)
     if matrix.ndim == 2:
         return torch.cat([matrix, corner], dim=1)
     size = matrix.shape[1]

@@ -193,52 +193,48 @@ class FactorSums:
 
     # --- means
 
-    def _factors(self, stack: Stack, *tensors: Tensor) -> list[tuple]:
-        """Return by which numbers the sums of a stack were multiplied, with their tensors."""
-        if self.scale is None or stack.kind in COUNTS or stack.kind in BASES:
-            return [(1.0, *tensors)]
-        if stack.kind != INPUTS:
-            return [(self.scale, *tensors)]
-        # zeros for no input at all; with decay, counts are below one, too
-        factors = [1.0 / (count or 1.0) for count in self.tensors[stack.counts].tolist()]
-        if len({*factors}) == 1:
-            return [(factors[0], *tensors)]
-        return list(zip(factors, *(x.tensor_split(len(factors)) for x in tensors), strict=True))
+    def _by_factor(self, tensors: Mapping[Stack, Tensor]) -> dict[float, list[Tensor]]:
+        """Return tensors beside these sums by the number by which the sums were multiplied."""
+        found: dict[float, list[Tensor]] = {}
+        for stack in self.tensors:
+            tensor = tensors[stack]
+            if self.scale is None or stack.kind in COUNTS:
+                found.setdefault(1.0, []).append(tensor)
+            elif stack.kind == INPUTS:
+                # zeros for no input at all; with decay, counts are below one, too
+                counts = [count or 1.0 for count in self.tensors[stack.counts].tolist()]
+                is_one = len({*counts}) == 1
+                parts = (tensor,) if is_one else tensor.tensor_split(len(counts))
+                for count, part in zip(counts, parts, strict=False):
+                    found.setdefault(1.0 / count, []).append(part)
+            elif stack.kind not in BASES:
+                found.setdefault(self.scale, []).append(tensor)
+        return found
 
     def normalize(self, scale: Callable[[Tensor | float], float]) -> None:
         """Turn sums into means, in place, given the risk's normalization c of a weight."""
         self.scale = scale(self.weight) if float(self.weight) else 1.0
-        self._multiply(1)
-
-    def _multiply(self, exponent: int) -> None:
-        """Multiply sums by their normalization, or, with the exponent -1, divide means by it."""
-        equal: dict[float, list[Tensor]] = {}
-        for stack, tensor in self.tensors.items():
-            for factor, x in self._factors(stack, tensor):
-                equal.setdefault(factor**exponent, []).append(x)
-        for factor, tensors in equal.items():
+        for factor, tensors in self._by_factor(self.tensors).items():
             if factor != 1.0:
                 torch._foreach_mul_(tensors, factor)
 
     def plus(self, other: "FactorSums", decay: float = 1.0) -> "FactorSums":
         """Return the sums over this, times a decay, and other data, in the memory of the other."""
-        other._multiply(-1)
-        before, other = self, replace(other, scale=None)
+        if other.scale is not None:
+            for factor, means in other._by_factor(other.tensors).items():
+                torch._foreach_mul_(means, 1.0 / factor)
+        before = self
         if self.structure is not other.structure:
             before = replace(self, tensors=moved(self.tensors, other.structure))
-        equal: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
         for stack, old in before.tensors.items():
-            if stack.kind in BASES:
-                other.tensors.setdefault(stack, old)
-                continue
             if stack not in other.tensors:
-                other.tensors[stack] = torch.zeros_like(old)
-            for factor, *pair in before._factors(stack, old, other.tensors[stack]):
-                for some, x in zip(equal.setdefault(decay / factor, ([], [])), pair, strict=True):
-                    some.append(x)
-        for factor, (olds, news) in equal.items():
-            torch._foreach_add_(news, olds, alpha=factor)
-        return replace(other, num_batches=self.num_batches + other.num_batches, is_updated=True)
+                is_basis = stack.kind in BASES
+                other.tensors[stack] = old if is_basis else torch.zeros_like(old)
+        sums = before._by_factor(other.tensors)
+        for factor, means in before._by_factor(before.tensors).items():
+            torch._foreach_add_(sums[factor], means, alpha=decay / factor)
+        num_batches = self.num_batches + other.num_batches
+        return replace(other, scale=None, num_batches=num_batches, is_updated=True)
 
     # --- several processes
 
