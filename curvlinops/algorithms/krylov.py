@@ -171,7 +171,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 R = B - A.multiply(X)
             residuals = self.domain.norms(R)
             log = IterationLog(A, residuals, partial(stops, self._callback, self._team))
-            rounding = 100 * torch.finfo(self.torch_dtype).eps
+            rounding = 10 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
             R = R[index]
             while len(index) and (done := int(log.iterations.max())) < self.maxiter:
