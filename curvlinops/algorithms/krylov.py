@@ -276,10 +276,7 @@ class IterationLog:
     """Records the iterations of a solver, and calls the user's callback after each."""
 
     def __init__(
-        self,
-        A: DampedMatrix,
-        residuals: Tensor,
-        stops: Callable[[Callable[[], Iteration]], bool],
+        self, A: DampedMatrix, residuals: Tensor, stops: Callable[[Callable[[], Iteration]], bool]
     ):
         self._A, self._stops = A, stops
         self._residuals = [residuals]
