@@ -347,17 +347,18 @@ def small_inverses(
         factors, shifts = zip(*some.values(), strict=True)
         sizes, shift = [factor.groups for factor in factors], shifts[0]
         like, size = factors[0].tensor, max(factor.rows for factor in factors)
-        padding = torch.eye(size, dtype=like.dtype, device=like.device)
-        batch = padding.repeat(sum(sizes), 1, 1)
+        batch = like.new_zeros(sum(sizes), size, size)
+        batch.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         for factor, rows in zip(factors, batch.split(sizes), strict=True):
             rows[:, : factor.rows, : factor.rows] = factor.tensor
         if isinstance(shift, Tensor) or set(shifts) != {shift}:
             each = (torch.as_tensor(x, dtype=torch.float64, device=batch.device) for x in shifts)
             shift = torch.cat([x.flatten().expand(n) for x, n in zip(each, sizes, strict=True)])
         inverses, _, left = cholesky_inverse(batch, shift, factors[0].eps, accurate)
-        results = zip(some, factors, inverses.split(sizes), left.cpu().split(sizes), strict=True)
-        for key, factor, inverse, has_failed in results:
-            if not bool(has_failed.any()):
+        failed, stop = left.tolist(), 0
+        for key, factor, inverse in zip(some, factors, inverses.split(sizes), strict=True):
+            start, stop = stop, stop + factor.groups
+            if not any(failed[start:stop]):
                 inverse = inverse[:, : factor.rows, : factor.rows]
                 out[key] = Factor(inverse, symmetric=True, psd=factor.psd)
     return out

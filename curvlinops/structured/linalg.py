@@ -77,10 +77,7 @@ def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: flo
 
 
 def power(
-    values: Tensor,
-    exponent: float,
-    subject: str = "The operator",
-    dtype: torch.dtype | None = None,
+    values: Tensor, exponent: float, subject: str = "The operator", dtype: torch.dtype | None = None
 ) -> Tensor:
     """Raise eigenvalues, with zeros for rounding errors, to a power; refuse what is not defined.
 
@@ -215,10 +212,10 @@ def _invert(
     if bool((least >= limit).all()):
         return A, roots, least
     inverse = torch.cholesky_inverse(A, out=A)
-    squares = torch.zeros(len(A), dtype=dtype, device=A.device)
-    for rows, size in zip(inverse.split(256, -2), sizes.split(256, -1), strict=True):
-        squares += ((rows.square() @ sizes.unsqueeze(-1)).squeeze(-1) * size).sum(-1)
-    return inverse, roots, eps * squares.sqrt()
+    column, squares = sizes.unsqueeze(-1), torch.zeros(len(A), 1, 1, dtype=dtype, device=A.device)
+    for rows, size in zip(inverse.split(256, -2), column.split(256, -2), strict=True):
+        squares += size.mT @ (rows.square() @ column)
+    return inverse, roots, eps * squares.sqrt().flatten()
 
 
 def symmetrized(matrix: Tensor) -> Tensor:

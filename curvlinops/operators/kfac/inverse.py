@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import chain
-from math import isfinite, sqrt
+from math import sqrt
 from operator import mul
 from typing import Any
 
@@ -17,7 +17,7 @@ from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
 from curvlinops.structured.factor import Factor, name_of_factor, small_inverses
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.arguments import check_number, without_graph
+from curvlinops.support.arguments import check_number
 from curvlinops.support.files import recorded
 from curvlinops.support.torch_modes import in_default_modes
 from curvlinops.support.warnings import warn
@@ -40,24 +40,18 @@ class Damping:
         """Check the arguments."""
         is_pair = isinstance(self.damping, tuple | list)
         values = tuple(self.damping) if is_pair else (self.damping,) * 2
-        without_graph([*values, self.min_damping], "The damping")
-        numbers = [_non_negative(value) for value in values]
-        if len(values) != 2 or None in numbers:
+        if len(values) != 2:
             raise ValueError(
-                f"damping must be a non-negative number, or a pair of these, got {self.damping!r}."
+                f"damping must be a finite number >= 0, or a pair of these, got {self.damping!r}."
             )
-        least = _non_negative(self.min_damping)
-        if least is None:
-            raise ValueError(
-                f"min_damping must be a non-negative number, got {self.min_damping!r}."
-            )
+        numbers = tuple(check_number("damping", value, at_least=0.0) for value in values)
+        self.min_damping = check_number("min_damping", self.min_damping, at_least=0.0)
         if self.use_heuristic_damping and self.use_exact_damping:
             raise ValueError("Damping is either heuristic or exact, not both.")
         if is_pair and (self.use_heuristic_damping or self.use_exact_damping):
             raise ValueError("Heuristic and exact damping need one number, not a pair.")
-        self.min_damping = least
         self.of_inputs, self.of_gradients = numbers
-        self.damping = tuple(numbers) if is_pair else numbers[0]
+        self.damping = numbers if is_pair else numbers[0]
 
     def of(self, term: Term, weight: Term | None) -> list[float | Tensor]:
         """Return the damping of a product's factors, B first; a bias's is that of its weight."""
@@ -74,15 +68,6 @@ class Damping:
         root = sqrt(self.of_inputs)
         least = self.min_damping
         return (root / ratio).clamp(min=least), (root * ratio).clamp(min=least)
-
-
-def _non_negative(value: Any) -> float | None:
-    """Return a finite number that is not negative, else ``None``."""
-    try:
-        number = check_number("damping", value, at_least=0.0)
-    except ValueError:
-        return None
-    return number if isfinite(number) else None
 
 
 def inverses(
