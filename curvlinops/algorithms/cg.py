@@ -50,13 +50,14 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.index, scaled(alpha, s.P))
             s.R = add_scaled(s.R, -alpha, Q)
-            sizes = norms(s.R)
-            going = (sizes > s.goal) & (curvature > 0)
-            if log.add(X, s, sizes) or not bool(going.any()):
+            s.sizes = norms(s.R)
+            going = (s.sizes > s.goal) & (curvature > 0)
+            if log.add(X, s, s.sizes) or not bool(going.any()):
                 break
             s.keep(going)
             Z = A.precondition(s.R)
-            s.rho, before = check_positive(dots(s.R, Z)), s.rho
+            squares = s.sizes.square() if Z is s.R else dots(s.R, Z)
+            s.rho, before = check_positive(squares), s.rho
             s.P = add_scaled(Z, s.rho / before, s.P)
 
 

@@ -27,7 +27,7 @@ from curvlinops.support.rng import check_source, read_generator
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
 #: Restarts recombine the basis in parts of about this many bytes.
-_PART = 16 * 2**20
+_PART = 4 * 2**20
 #: A block of the basis has so many rows, or as many as fit into this many bytes.
 _ROWS, _BLOCK = 4, 2**20
 #: The chance that a random unit vector of n entries has a part below ``_CHANCE * n**-0.5`` along a
@@ -187,7 +187,7 @@ def eigsh(
             f"{float(pairs.residuals.max()):.1e}. Allow a larger ncv, maxiter or tol.",
             on_failure,
         )
-    vectors = basis.combine(pairs.vectors)
+    vectors = basis.release(pairs.vectors)
     values, residuals = pairs.values.to(vectors), pairs.residuals.to(vectors)
     vectors = matrix.vectors(vectors)
     return Eigenpairs(values, vectors, residuals, matrix.num_products, _history(checks))
@@ -242,13 +242,7 @@ class _Search:
     num_missed: int  # the number of wanted pairs that have not converged, or are not there yet
 
     def __init__(
-        self,
-        basis: "LanczosBasis",
-        k: int,
-        which: str,
-        tol: float,
-        verify: bool,
-        is_random: bool,
+        self, basis: "LanczosBasis", k: int, which: str, tol: float, verify: bool, is_random: bool
     ):
         self._basis, self._k, self._which, self._tol = basis, k, which, tol
         self._verify, self._is_random = verify, is_random
@@ -458,6 +452,13 @@ class _Rows:
             for rows, values in zip(new, part.split(self._height), strict=True):
                 rows[:, start : start + width] = values
 
+    def release(self, Y: Tensor) -> Tensor:
+        """Return combinations as ``combine`` does, in the memory of the rows, which end."""
+        self.recombine(Y)
+        rows = list(self._slices(0, Y.shape[1]))
+        self._blocks.clear()
+        return torch.cat(rows).T
+
     def _slices(self, first: int, stop: int) -> Iterator[Tensor]:
         """Yield some rows, block by block."""
         for start in range(first - first % self._height, stop, self._height):
@@ -647,6 +648,10 @@ class LanczosBasis:
     def combine(self, Y: Tensor) -> Tensor:
         """Return the vectors ``[D, p]`` with coefficients ``[m, p]`` in the basis."""
         return self._rows.combine(Y)
+
+    def release(self, Y: Tensor) -> Tensor:
+        """Return vectors as ``combine`` does, in the memory of the basis, which ends."""
+        return self._rows.release(Y)
 
     def _unit(self, row: Tensor, negligible: float) -> tuple[Tensor, float]:
         """Return a row ``[1, D]`` of norm one, or none if it is negligible, and its norm."""

@@ -9,11 +9,7 @@ from typing import ParamSpec, TypeVar
 from torch import Tensor
 
 from curvlinops.algorithms.as_operator import operators_in
-from curvlinops.linear_operator.operator import (
-    TorchLinearOperator,
-    all_linearized,
-    raised_in_all,
-)
+from curvlinops.linear_operator.operator import TorchLinearOperator, all_linearized, raised_in_all
 from curvlinops.support.arguments import check_choice
 from curvlinops.support.torch_internals import pytree
 from curvlinops.support.torch_modes import in_default_modes

@@ -171,7 +171,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
                 R = B - A.multiply(X)
             residuals = self.domain.norms(R)
             log = IterationLog(A, residuals, partial(stops, self._callback, self._team))
-            rounding = 100 * torch.finfo(self.torch_dtype).eps
+            rounding = 10 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
             R = R[index]
             while len(index) and (done := int(log.iterations.max())) < self.maxiter:
@@ -276,10 +276,7 @@ class IterationLog:
     """Records the iterations of a solver, and calls the user's callback after each."""
 
     def __init__(
-        self,
-        A: DampedMatrix,
-        residuals: Tensor,
-        stops: Callable[[Callable[[], Iteration]], bool],
+        self, A: DampedMatrix, residuals: Tensor, stops: Callable[[Callable[[], Iteration]], bool]
     ):
         self._A, self._stops = A, stops
         self._residuals = [residuals]

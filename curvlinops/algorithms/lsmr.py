@@ -123,15 +123,9 @@ class LSMRInverseLinearOperator(TorchLinearOperator):
         return self._solve(columns)[0]
 
     def _transposed(self) -> "LSMRInverseLinearOperator":
-        return LSMRInverseLinearOperator(
-            self._matrix.operator.T,
-            damp=self.damp,
-            atol=self.atol,
-            btol=self.btol,
-            conlim=self.conlim,
-            maxiter=self.maxiter,
-            on_failure=self.on_failure,
-        )
+        names = "damp", "atol", "btol", "conlim", "maxiter", "on_failure"
+        options = {name: getattr(self, name) for name in names}
+        return LSMRInverseLinearOperator(self._matrix.operator.T, **options)
 
     def _solve(self, B: Tensor) -> tuple[Tensor, ...]:
         """Solve for columns; return the fields of ``LSMRSolution``, with true residuals."""

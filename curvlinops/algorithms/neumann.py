@@ -4,12 +4,7 @@ from functools import partial
 
 from torch import Tensor
 
-from curvlinops.algorithms.as_operator import (
-    AnyMatrix,
-    Matrix,
-    Preconditioner,
-    read_preconditioner,
-)
+from curvlinops.algorithms.as_operator import AnyMatrix, Matrix, Preconditioner, read_preconditioner
 from curvlinops.algorithms.iteration import (
     Callback,
     DivergenceError,
@@ -96,16 +91,9 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
     def _transposed(self) -> "NeumannInverseLinearOperator":
         # (I - s P A)^k s P has the transpose (I - s P^T A^T)^k s P^T
         preconditioner = self._preconditioner and self._preconditioner.T
-        return NeumannInverseLinearOperator(
-            self._matrix.operator.T,
-            self.num_terms,
-            self.scale,
-            self.check_nan,
-            preconditioner,
-            self.rtol,
-            self.on_failure,
-            self._callback,
-        )
+        options = self.num_terms, self.scale, self.check_nan, preconditioner, self.rtol
+        options += self.on_failure, self._callback
+        return NeumannInverseLinearOperator(self._matrix.operator.T, *options)
 
     def _precondition(self, columns: Tensor) -> Tensor:
         """Multiply columns ``[K, D]`` by the preconditioner."""

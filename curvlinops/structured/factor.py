@@ -1,6 +1,8 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
+from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +32,8 @@ class Factor:
     """A matrix for each of G groups. All are dense, or all are diagonal.
 
     The eigendecomposition of symmetric matrices is computed at its first use, and kept. Eigenvalues
-    ``[G, n]`` that are rounding errors are zero; their dtype may be larger.
+    ``[G, n]`` that are rounding errors are zero; their dtype may be larger. They are NaN for
+    matrices that are not decomposed.
     """
 
     def __init__(
@@ -54,8 +57,8 @@ class Factor:
         self.eps = 0.0 if self.is_diagonal else max(eps, torch.finfo(tensor.dtype).eps)
 
     def _record(self) -> tuple:
-        properties = self.symmetric, self.psd, self.eps, self.decomposition, self.is_identity
-        return self.tensor, *properties
+        known = self.decomposition and self._eigenpairs(False, "A factor")  # of all
+        return self.tensor, self.symmetric, self.psd, self.eps, known, self.is_identity
 
     def multiply(self, X: Tensor, groups: int, left: int, right: int) -> Tensor:
         """Multiply ``[groups, left, m, right]`` to ``[groups, left, n, right]``, in any shapes.
@@ -84,21 +87,11 @@ class Factor:
         if self.groups == 1:
             return [self] * number
         if self._parts is None:  # operators that share a factor share its parts
-            values, vectors = self.decomposition or (None, None)
-            chunks = (
-                [None] * number if x is None else x.tensor_split(number)
-                for x in (self.tensor, values, vectors)
-            )
+            tensors = self.tensor, *(self.decomposition or ())
+            chunks = zip(*(x.tensor_split(number) for x in tensors), strict=True)
+            options = self.symmetric, self.psd, self.eps
             self._parts = [
-                Factor(
-                    tensor,
-                    self.symmetric,
-                    self.psd,
-                    self.eps,
-                    None if values is None else (values, vectors),
-                    self.is_identity,
-                )
-                for tensor, values, vectors in zip(*chunks, strict=True)
+                Factor(x, *options, tuple(known) or None, self.is_identity) for x, *known in chunks
             ]
         return self._parts
 
@@ -140,12 +133,13 @@ class Factor:
             return signed_logarithm(self.tensor)
         if not self.symmetric:
             return self._slogdet_by_lu()
-        results = cholesky_inverse(self.tensor, 0.0, self.eps)
-        if results is not None:
-            logarithm = 2 * results[1].log().sum(-1)
-            return torch.ones_like(logarithm), logarithm
-        sign, logarithm = signed_logarithm(self.eigh(in_float64=True)[0])
-        return sign.to(self.tensor), logarithm.to(self.tensor)
+        _, roots, left = cholesky_inverse(self.tensor, 0.0, self.eps)
+        logarithm = 2 * roots.log().sum(-1)
+        sign = torch.ones_like(logarithm)
+        if bool(left.any()):
+            values, _ = self._eigenpairs(True, "A factor", left)
+            sign[left], logarithm[left] = (x.to(sign) for x in signed_logarithm(values))
+        return sign, logarithm
 
     def _slogdet_by_lu(self) -> tuple[Tensor, Tensor]:
         matrix, scales = self.tensor, []
@@ -170,12 +164,12 @@ class Factor:
 
     # --- functions of symmetric matrices
 
-    def is_decomposed(self, in_float64: bool = False) -> bool:
-        """Return whether ``eigh`` has nothing to compute."""
-        if self.is_diagonal:
-            return True
+    def is_open(self, in_float64: bool = False) -> Tensor:
+        """Return which dense matrices ``eigh`` has to decompose, ``[G]``."""
         known = self.decomposition
-        return known is not None and (not in_float64 or known[0].dtype == torch.float64)
+        if known is None or (in_float64 and known[0].dtype != torch.float64):
+            return torch.ones(self.groups, dtype=torch.bool, device=self.tensor.device)
+        return known[0].isnan().any(-1)
 
     def eigh(self, in_float64: bool = False, name: str = "A factor") -> tuple[Tensor, "Factor"]:
         """Return the eigenvalues, ``[G, n]``, and the eigenvectors as columns.
@@ -185,13 +179,25 @@ class Factor:
         """
         if self.is_diagonal:
             return self.tensor, identity(self.rows, self.tensor, self.groups)
-        if not self.is_decomposed(in_float64):
-            in_float64 = in_float64 or self._has_scales
-            values, vectors = eigenpairs(self.tensor, name, torch.float64 if in_float64 else None)
-            errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
-            self.decomposition = without_rounding(values, errors, self.psd), vectors
-        values, vectors = self.decomposition
+        values, vectors = self._eigenpairs(in_float64, name)
         return values, Factor(vectors, symmetric=False)
+
+    def _eigenpairs(
+        self, in_float64: bool, name: str, which: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return eigenvalues and eigenvectors of all matrices, or of those in a mask, ``[G]``."""
+        is_open = self.is_open(in_float64)
+        known = None if bool(is_open.all()) else self.decomposition
+        left = is_open if which is None else is_open & which
+        if known is None or bool(left.any()):
+            matrices = self.tensor if bool(left.all()) else self.tensor[left]
+            dtype = torch.float64 if in_float64 or has_scales(matrices) else matrices.dtype
+            values, vectors = eigenpairs(matrices, name, known[0].dtype if known else dtype)
+            errors = rounding_errors(matrices, vectors, self.eps, self.psd)
+            pairs = without_rounding(values, errors, self.psd), vectors
+            self.decomposition = _with_open(pairs, left, known)
+        values, vectors = self.decomposition
+        return (values, vectors) if which is None else (values[which], vectors[which])
 
     def inverse(self, shift: float | Tensor, name: str, accurate: bool = True) -> "Factor":
         """Return ``(A + shift I)^-1`` of symmetric matrices, with a shift for each, ``[G, 1]``.
@@ -201,13 +207,22 @@ class Factor:
         if self.is_diagonal:
             return self.shifted(shift).power(-1.0, name)
         shifts = shift.flatten() if isinstance(shift, Tensor) else shift
-        results = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
-        if results is not None:
-            return Factor(results[0], symmetric=True, psd=self.psd)
-        values, vectors = self.eigh(accurate, name)
+        inverses, _, left = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
+        if not bool(left.any()):
+            return Factor(inverses, symmetric=True, psd=self.psd)
+        if is_whole := bool(left.all()):
+            del inverses  # the decomposition takes its memory
+        values, vectors = self._eigenpairs(accurate, name, left)
         limits = (tolerance(self.rows, eps) for eps in (self.eps, torch.finfo(values.dtype).eps))
+        if isinstance(shift, Tensor):
+            shift = shift.expand(self.groups, 1)[left]
         values = power(shifted(values, shift, *limits), -1.0, name, self.tensor.dtype)
-        return self._from_eigenpairs(values, vectors.tensor)
+        some = self._from_eigenpairs(values, vectors)
+        if is_whole:
+            return some
+        inverses[left] = some.tensor
+        pairs = _with_open((values, vectors), left, None)
+        return Factor(inverses, symmetric=True, psd=some.psd, decomposition=pairs)
 
     def undecided(self, shift: float | Tensor, scale: float | Tensor = 1.0) -> Tensor:
         """Return from which shift on the factor decides ``(scale A + shift I)^-1``, ``[G]``.
@@ -217,7 +232,7 @@ class Factor:
         has one if it has fewer rows than columns, see ``ranks``. If their number is not known, a
         gap above the rounding errors tells.
         """
-        if self.is_diagonal or not self.is_decomposed(in_float64=True):
+        if self.decomposition is None or self.decomposition[0].dtype != torch.float64:
             return self.tensor.new_zeros(self.groups)
         values, vectors = self.decomposition
         errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
@@ -314,6 +329,55 @@ class Factor:
             values, vectors = self.decomposition
             known = values.to(device), vectors.to(device, dtype)
         return Factor(self.tensor.to(device, dtype), self.symmetric, self.psd, self.eps, known)
+
+
+def small_inverses(
+    shifted: Mapping[Any, tuple[Factor, float | Tensor]], accurate: bool
+) -> dict[Any, Factor]:
+    """Return ``Factor.inverse`` of some pairs, of small dense factors that need no ``eigh``.
+
+    Factors of similar sizes are padded by the identity, and decomposed together. All have the same
+    ``eps``.
+    """
+    out: dict[Any, Factor] = {}
+    for low, high in ((0, 32), (32, 64)):  # padded, a matrix takes eight times as long at most
+        some = {
+            key: pair
+            for key, pair in shifted.items()
+            if not pair[0].is_diagonal and low < pair[0].rows <= high
+        }
+        if len(some) < 2:
+            continue
+        factors, shifts = zip(*some.values(), strict=True)
+        sizes, shift = [factor.groups for factor in factors], shifts[0]
+        like, size = factors[0].tensor, max(factor.rows for factor in factors)
+        batch = like.new_zeros(sum(sizes), size, size)
+        batch.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        for factor, rows in zip(factors, batch.split(sizes), strict=True):
+            rows[:, : factor.rows, : factor.rows] = factor.tensor
+        if isinstance(shift, Tensor) or set(shifts) != {shift}:
+            each = (torch.as_tensor(x, dtype=torch.float64, device=batch.device) for x in shifts)
+            shift = torch.cat([x.flatten().expand(n) for x, n in zip(each, sizes, strict=True)])
+        inverses, _, left = cholesky_inverse(batch, shift, factors[0].eps, accurate)
+        failed, stop = left.tolist(), 0
+        for key, factor, inverse in zip(some, factors, inverses.split(sizes), strict=True):
+            start, stop = stop, stop + factor.groups
+            if not any(failed[start:stop]):
+                inverse = inverse[:, : factor.rows, : factor.rows]
+                out[key] = Factor(inverse, symmetric=True, psd=factor.psd)
+    return out
+
+
+def _with_open(
+    pairs: tuple[Tensor, Tensor], which: Tensor, known: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return eigenpairs of matrices in a mask ``[G]`` beside known ones; others are NaN."""
+    if bool(which.all()):
+        return pairs
+    index = which.nonzero().squeeze(1)
+    known = known or tuple(x.new_full((len(which), *x.shape[1:]), torch.nan) for x in pairs)
+    values, vectors = (old.index_copy(0, index, x) for old, x in zip(known, pairs, strict=True))
+    return values, vectors
 
 
 def identity(size: int, like: Tensor, groups: int = 1) -> Factor:

@@ -306,7 +306,9 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
     def _is_matrix(self) -> bool:
         """Return whether the operator is a single dense matrix that is not decomposed yet."""
         first, *others = self._factors
-        return not others and first.groups == self._groups and not first.is_decomposed()
+        if others or first.is_diagonal or first.groups != self._groups:
+            return False
+        return bool(first.is_open().any())
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         return self._of(f.power(exponent, name_of_factor(i)) for i, f in enumerate(self._factors))

@@ -77,10 +77,7 @@ def shifted(values: Tensor, shift: float | Tensor, entries: float, computed: flo
 
 
 def power(
-    values: Tensor,
-    exponent: float,
-    subject: str = "The operator",
-    dtype: torch.dtype | None = None,
+    values: Tensor, exponent: float, subject: str = "The operator", dtype: torch.dtype | None = None
 ) -> Tensor:
     """Raise eigenvalues, with zeros for rounding errors, to a power; refuse what is not defined.
 
@@ -157,32 +154,30 @@ def has_scales(matrices: Tensor) -> bool:
 
 def cholesky_inverse(
     matrix: Tensor, shift: Tensor | float, eps: float, accurate: bool = True
-) -> tuple[Tensor, Tensor] | None:
-    """Invert matrices ``A + shift I`` by Cholesky decompositions, if three digits are right.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Invert matrices ``A + shift I`` by Cholesky decompositions, where three digits are right.
 
-    The result is the inverses ``[G, n, n]``, and the diagonals of the Cholesky factors, ``[G, n]``;
-    ``None`` if a matrix is not positive definite, or rounding errors ``eps`` of entries may decide
-    its inverse. The matrices are decomposed in their dtype, and, if that is to be ``accurate``,
-    those that are too ill-conditioned for it in float64.
+    The result is the inverses ``[G, n, n]``, the diagonals of the Cholesky factors, ``[G, n]``, and
+    a mask ``[G]`` of the matrices that have neither: they are not positive definite, or rounding
+    errors ``eps`` of entries may decide their inverses. The matrices are decomposed in their dtype,
+    and, if that is to be ``accurate``, those that are too ill-conditioned for it in float64.
     """
     if matrix.numel() == 0:
-        return matrix.clone(), matrix.new_zeros(matrix.shape[:2])
+        roots = matrix.new_zeros(matrix.shape[:2])
+        return matrix.clone(), roots, roots.isnan().any(-1)
     if isinstance(shift, Tensor):
         shift = shift.to(matrix.device, torch.float64).expand(len(matrix))
     *results, errors = _invert(matrix, shift, matrix.dtype, eps, limit=1e-3)
-    left = (~(errors < 1e-3)).nonzero().squeeze(1)  # also NaN
-    if len(left) and (not accurate or matrix.dtype == torch.float64):
-        return None
-    if len(left):
-        others = matrix if len(left) == len(matrix) else matrix[left]
+    left = ~(errors < 1e-3)  # also NaN
+    if accurate and matrix.dtype != torch.float64 and bool(left.any()):
+        others = matrix if bool(left.all()) else matrix[left]
         shifts = shift[left] if isinstance(shift, Tensor) else shift
         *repeated, errors = _invert(others, shifts, torch.float64, eps, limit=1e-2)
-        # without the rounding errors of the computation, those of the entries are smaller
-        if not bool((errors < 1e-2).all()):
-            return None
         for out, values in zip(results, repeated, strict=True):
             out[left] = values.to(out)
-    return results[0], results[1]
+        # without the rounding errors of the computation, those of the entries are smaller
+        left = left.masked_scatter(left, ~(errors < 1e-2))
+    return *results, left
 
 
 def _invert(
@@ -217,10 +212,10 @@ def _invert(
     if bool((least >= limit).all()):
         return A, roots, least
     inverse = torch.cholesky_inverse(A, out=A)
-    squares = torch.zeros(len(A), dtype=dtype, device=A.device)
-    for rows, size in zip(inverse.split(256, -2), sizes.split(256, -1), strict=True):
-        squares += ((rows.square() @ sizes.unsqueeze(-1)).squeeze(-1) * size).sum(-1)
-    return inverse, roots, eps * squares.sqrt()
+    column, squares = sizes.unsqueeze(-1), torch.zeros(len(A), 1, 1, dtype=dtype, device=A.device)
+    for rows, size in zip(inverse.split(256, -2), column.split(256, -2), strict=True):
+        squares += size.mT @ (rows.square() @ column)
+    return inverse, roots, eps * squares.sqrt().flatten()
 
 
 def symmetrized(matrix: Tensor) -> Tensor:

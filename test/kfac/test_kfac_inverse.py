@@ -173,7 +173,7 @@ def test_heuristic_damping_without_inputs(double):
     "options, message",
     [
         *(
-            ({"damping": damping}, "damping must be a non-negative")
+            ({"damping": damping}, "damping must be a finite number >= 0")
             for damping in (
                 *(-1.0, float("nan"), float("inf"), "a", True, torch.tensor([0.1, 0.2])),
                 *((0.1, 0.1, 0.1), (0.1, np.bool_(False))),
@@ -185,7 +185,7 @@ def test_heuristic_damping_without_inputs(double):
             {"damping": 0.1, "use_heuristic_damping": True, "use_exact_damping": True},
             "either heuristic or exact",
         ),
-        ({"damping": 0.1, "min_damping": -1.0}, "min_damping must be a non-negative"),
+        ({"damping": 0.1, "min_damping": -1.0}, "min_damping must be a finite number >= 0"),
         ({}, "Block '.*weight': .*singular"),
         ({"cls": EKFACLinearOperator, "damping": (0.1, 0.2)}, "no factors to which damping"),
         (

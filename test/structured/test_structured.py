@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import scipy.sparse.linalg as sla
 import torch
+from contract import error
 from structured_cases import (
     A2,
     ALL,
@@ -51,7 +52,8 @@ from curvlinops import (
     TorchLinearOperator,
     load,
 )
-from curvlinops.structured.factor import Factor
+from curvlinops.structured import factor as factor_module
+from curvlinops.structured.factor import Factor, small_inverses
 from curvlinops.structured.layout import Layout, ParameterView
 
 
@@ -486,6 +488,61 @@ def test_large_rows_do_not_hide_small_ones(dtype: torch.dtype):
     torch.testing.assert_close(
         operator.logdet().double(), torch.logdet(expected), rtol=1e-4, atol=0
     )
+
+
+def scaled_moments(size: int, num: int, *scales: float) -> Tensor:
+    """Return second moments of ``num`` random vectors, of which some features are large."""
+    X = torch.randn(num, size)
+    X[:, : len(scales)] *= torch.tensor(scales)
+    return (X.T @ X / num).unsqueeze(0)
+
+
+def test_only_matrices_that_need_it_are_decomposed(monkeypatch):
+    numbers, eigenpairs = [], factor_module.eigenpairs
+
+    def counted(matrices: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        numbers.append(len(matrices))
+        return eigenpairs(matrices, *args)
+
+    monkeypatch.setattr(factor_module, "eigenpairs", counted)
+    matrices = [scaled_moments(6, num, 1e3) for num in (30, 3, 30)]  # the second is singular
+    stack = Factor(torch.cat(matrices), symmetric=True, psd=True)
+    alone = [Factor(matrix, symmetric=True, psd=True) for matrix in matrices]
+    shifts = torch.tensor([[1e-2], [1e-6], [1e-3]], dtype=torch.float64)
+    inverse = stack.inverse(shifts, "The stack")
+    assert numbers == [1]
+    expected = [f.inverse(shift, "A") for f, shift in zip(alone, shifts, strict=True)]
+    for x, y in zip(inverse.tensor, expected, strict=True):
+        assert error(x, y.tensor[0]) <= 1e-6
+    signs, logarithms = inverse.slogdet()
+    assert bool((signs == 1).all())
+    for x, y in zip(logarithms, expected, strict=True):
+        assert error(x, y.slogdet()[1][0]) <= 1e-5
+    numbers.clear()
+    values, _ = stack.eigh(in_float64=True)
+    assert numbers == [2] and values.isfinite().all()
+    for x, y in zip(values, alone, strict=True):
+        assert error(x, y.eigh(in_float64=True)[0][0]) <= 1e-6
+
+
+@pytest.mark.parametrize("shifts", [[1e-2] * 5, [1e-2, 1e-1, 1e-3, 1e-2, 1.0]], ids=["one", "own"])
+def test_small_matrices_of_several_sizes_are_inverted_together(shifts: list[float]):
+    """A large feature of one matrix, or a singular one, changes nothing for the others."""
+    tensors = [
+        scaled_moments(5, 30, 1e5, 1e3),
+        scaled_moments(21, 100),
+        scaled_moments(9, 4, 1e5).expand(2, 9, 9),
+        scaled_moments(40, 90, 1e3),
+        scaled_moments(33, 90, 1.0, 1e-3),
+    ]
+    factors = [Factor(tensor, symmetric=True, psd=True) for tensor in tensors]
+    found = small_inverses(dict(enumerate(zip(factors, shifts, strict=True))), accurate=True)
+    for i, (factor, shift) in enumerate(zip(factors, shifts, strict=True)):
+        expected = torch.linalg.inv(tensors[i].double() + shift * torch.eye(factor.rows).double())
+        if factor.groups == 1:
+            assert error(found[i].tensor, expected) <= 1e-5
+    shifts[2] = 1e-9
+    assert 2 not in small_inverses(dict(enumerate(zip(factors, shifts, strict=True))), True)
 
 
 def test_small_eigenvalues_of_products_of_accurate_factors():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import reduce
 from itertools import chain
-from math import isfinite, sqrt
+from math import sqrt
 from operator import mul
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from curvlinops.operators.kfac.blocks import Block, Term
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.block_diagonal import BlockDiagonalLinearOperator
-from curvlinops.structured.factor import Factor, name_of_factor
+from curvlinops.structured.factor import Factor, name_of_factor, small_inverses
 from curvlinops.structured.kronecker import KroneckerProductLinearOperator
 from curvlinops.structured.layout import ParameterView
-from curvlinops.support.arguments import check_number, without_graph
+from curvlinops.support.arguments import check_number
 from curvlinops.support.files import recorded
 from curvlinops.support.torch_modes import in_default_modes
 from curvlinops.support.warnings import warn
@@ -40,24 +40,18 @@ class Damping:
         """Check the arguments."""
         is_pair = isinstance(self.damping, tuple | list)
         values = tuple(self.damping) if is_pair else (self.damping,) * 2
-        without_graph([*values, self.min_damping], "The damping")
-        numbers = [_non_negative(value) for value in values]
-        if len(values) != 2 or None in numbers:
+        if len(values) != 2:
             raise ValueError(
-                f"damping must be a non-negative number, or a pair of these, got {self.damping!r}."
+                f"damping must be a finite number >= 0, or a pair of these, got {self.damping!r}."
             )
-        least = _non_negative(self.min_damping)
-        if least is None:
-            raise ValueError(
-                f"min_damping must be a non-negative number, got {self.min_damping!r}."
-            )
+        numbers = tuple(check_number("damping", value, at_least=0.0) for value in values)
+        self.min_damping = check_number("min_damping", self.min_damping, at_least=0.0)
         if self.use_heuristic_damping and self.use_exact_damping:
             raise ValueError("Damping is either heuristic or exact, not both.")
         if is_pair and (self.use_heuristic_damping or self.use_exact_damping):
             raise ValueError("Heuristic and exact damping need one number, not a pair.")
-        self.min_damping = least
         self.of_inputs, self.of_gradients = numbers
-        self.damping = tuple(numbers) if is_pair else numbers[0]
+        self.damping = numbers if is_pair else numbers[0]
 
     def of(self, term: Term, weight: Term | None) -> list[float | Tensor]:
         """Return the damping of a product's factors, B first; a bias's is that of its weight."""
@@ -76,15 +70,6 @@ class Damping:
         return (root / ratio).clamp(min=least), (root * ratio).clamp(min=least)
 
 
-def _non_negative(value: Any) -> float | None:
-    """Return a finite number that is not negative, else ``None``."""
-    try:
-        number = check_number("damping", value, at_least=0.0)
-    except ValueError:
-        return None
-    return number if isfinite(number) else None
-
-
 def inverses(
     blocks: Sequence[Block], damping: Damping, undecided: dict[str, float]
 ) -> Callable[[Block], StructuredLinearOperator]:
@@ -98,8 +83,24 @@ def inverses(
         for block in chain(blocks, *(block.parts for block in blocks if block.members)):
             if len(block.terms) == 1:
                 weights[block.views[0], len(block.members)] = block.terms[0]
-    known: dict[tuple[Factor, Term | None], Factor] = {}
+    shifted: dict[tuple[Factor, Term | None], tuple[Factor, float | Tensor]] = {}
+
+    def keys_of(block: Block) -> list[tuple[Factor, Term | None]]:
+        """Return keys of a product's factors, for which ``shifted`` then has what is inverted."""
+        (term,) = block.terms
+        weight = weights.get((block.weight, len(block.members)))
+        balanced = (weight or term) if damping.use_heuristic_damping else None
+        keys = [(factor, balanced) for factor in term.factors]
+        if not shifted.keys() >= set(keys):
+            pairs = map(_in_groups, term.factors, damping.of(term, weight))
+            shifted.update(zip(keys, pairs, strict=True))
+        return keys
+
     accurate = damping.retry_double_precision
+    for block in blocks:
+        if block.is_here and len(block.terms) == 1:
+            keys_of(block)
+    known = small_inverses(shifted, accurate)
 
     def inverse(block: Block) -> StructuredLinearOperator:
         if not block.terms:
@@ -113,16 +114,13 @@ def inverses(
             for term in block.terms:
                 note_undecided(undecided, block, term.factors, damping.of(term, None))
             return result
-        (term,) = block.terms
-        weight = weights.get((block.weight, len(block.members)))
-        balanced = (weight or term) if damping.use_heuristic_damping else None
-        keys = [(factor, balanced) for factor in term.factors]
+        keys = keys_of(block)
         if not known.keys() >= set(keys):
-            shifts = damping.of(term, weight)
-            for i, (key, shift) in enumerate(zip(keys, shifts, strict=True)):
+            factors, shifts = zip(*(shifted[key] for key in keys), strict=True)
+            for i, key in enumerate(keys):
                 if key not in known:
-                    known[key] = _inverse(key[0], shift, name_of_factor(i), accurate)
-            note_undecided(undecided, block, term.factors, shifts)
+                    known[key] = factors[i].inverse(shifts[i], name_of_factor(i), accurate)
+            note_undecided(undecided, block, factors, shifts)
         return KroneckerProductLinearOperator(*(known[key] for key in keys))
 
     return inverse
@@ -140,12 +138,10 @@ def note_undecided(
     Shifts were added to each of the factors; to their product if ``is_exact``.
     """
     for factor, shift in zip(factors or (), shifts, strict=False):
-        if not factor.is_decomposed(in_float64=True):
-            continue  # by a Cholesky decomposition
+        if factor.decomposition is None:
+            continue
         others = [other for other in factors if is_exact and other is not factor]
         scale = reduce(mul, (other.eigh()[0].amax(-1, keepdim=True) for other in others), 1.0)
-        if isinstance(shift, Tensor) and len(shift) > factor.groups:
-            shift = shift.amax(0, keepdim=True)
         limits = factor.undecided(shift, scale)
         if not bool(limits.any()):
             continue
@@ -170,20 +166,16 @@ def warn_of_undecided(undecided: Mapping[str, float], dtype: torch.dtype) -> Non
     )
 
 
-def _inverse(factor: Factor, shift: float | Tensor, name: str, accurate: bool) -> Factor:
-    """Return a damped inverse; the damping may have more groups than the factor."""
-    if isinstance(shift, Tensor) and len(shift) > factor.groups:
-        # the bias of a convolution with groups has one factor for all of them
-        shifts = shift.expand(-1, factor.groups * factor.rows // len(shift))
-        factor, shift = _with_diagonal(factor, shifts.reshape(factor.groups, factor.rows)), 0.0
-    return factor.inverse(shift, name, accurate)
-
-
-def _with_diagonal(factor: Factor, entries: Tensor) -> Factor:
-    """Return the sum of a factor and diagonals, ``[G, n]``."""
-    entries = entries.to(factor.tensor)
-    tensor = factor.tensor + (entries if factor.is_diagonal else torch.diag_embed(entries))
-    return Factor(tensor, symmetric=True, psd=True)
+def _in_groups(factor: Factor, shift: float | Tensor) -> tuple[Factor, float | Tensor]:
+    """Return a factor, and a shift that has no more groups."""
+    if not isinstance(shift, Tensor) or len(shift) <= factor.groups:
+        return factor, shift
+    # the bias of a convolution with groups has one factor for all of them
+    shifts = shift.expand(-1, factor.groups * factor.rows // len(shift)).to(factor.tensor)
+    shifts = shifts.reshape(factor.groups, factor.rows)
+    tensor = factor.tensor + (shifts if factor.is_diagonal else torch.diag_embed(shifts))
+    ranks = tensor.new_zeros(factor.groups)  # nothing tells which eigenvalues are the shifts alone
+    return Factor(tensor, symmetric=True, psd=True, ranks=ranks), 0.0
 
 
 def _damped(term: Term, damping: Damping) -> Term:
