@@ -56,7 +56,8 @@ PLACES = [name for name, world in WORLDS.items() if not world.factors]
 # --- numbers --------------------------------------------------------------------------------------
 
 
-@worlds(*PLACES, sizes=(3,), each=SQUARE)
+@worlds(*PLACES, each=SQUARE)
+@worlds("copies", "shards", "adapters", sizes=(3,), each=SQUARE)
 def products(w: Both, case: str) -> None:
     """As they are, inside `linearized()`, and of changed parameters."""
     if case == "ggn-diagonal" and w.has_parts:
@@ -101,12 +102,14 @@ for _name, _world in itertools.product(PROBLEMS, ("copies", "shards in one piece
         check(name=f"products {_name} {_world}")(partial(products_of_problem, _name, _world))
 
 
-@worlds("one shard", *SHARDED, *REPLICAS, sizes=(3,), each=("", "term"))
+@worlds("one shard", *SHARDED, *REPLICAS, each=("", "term"))
+@worlds("shards", "adapters", sizes=(3,), each=("", "term"))
 def rows(w: Both, terms: str = "") -> None:
     w.compare_rows(**({"terms": terms} if terms else {}))
 
 
-@worlds(sizes=(3,), each={name: (options,) for name, options in SETTINGS.items()})
+@worlds(each={name: (x,) for name, x in SETTINGS.items()})
+@worlds("copies", "shards", sizes=(3,), each={name: (x,) for name, x in SETTINGS.items()})
 def factors(w: Both, options: dict) -> None:
     w.compare_factors(**options)
 
@@ -279,7 +282,7 @@ def vectors_that_are_whole(w: Both) -> None:
 # --- data -----------------------------------------------------------------------------------------
 
 
-@worlds(*ALONE, "copies", "shards", make=saving_outputs)
+@worlds("one shard", "copies", "shards", make=saving_outputs)
 def batches_are_freed(w: Both) -> None:
     def build(case: str, data: WatchedBatches) -> Any:
         return w.build(case, replace(w.own, data=data))
@@ -311,7 +314,7 @@ def different_evaluations(w: Both) -> None:
                 G @ w.v(G, 3)
 
 
-@worlds("copies", "parts of factors", "shards", "adapters", sizes=(3,))
+@worlds("copies", "shards", "adapters", sizes=(3,))
 def unequal_data(w: Both) -> None:
     X, y = w.p.data[0]
     w = w.of(w.p.data, w.p.data if rank() == 0 else [(X[:0], y[:0])])
@@ -347,7 +350,8 @@ PLACED = {
 }
 
 
-@worlds(*ALONE, "copies", "shards", "adapters", sizes=(3,), each=PLACED)
+@worlds(*ALONE, "shards", "adapters", each=PLACED)
+@worlds("copies", sizes=(3,), each=PLACED)
 def files(w: Both, case: str, placed: str) -> None:
     options = {"factor_placement": placed, **EMPIRICAL}
     own, alone = w.both(case, **options)
@@ -444,7 +448,10 @@ def errors(w: Both, case: str) -> None:
 
 worlds("copies", "shards", "adapters", make=failing, each=[*SQUARE[:5], *FACTORED])(errors)
 worlds("copies", "adapters", make=failing, each=("ggn-diagonal",))(errors)
-worlds(*REPLICAS, "shards", "adapters", make=failing, each=("gradients", "jacobian"))(errors)
+worlds(
+    *("shards", "adapters", *REPLICAS),
+    make=failing, batches=(4, 2, 3, 1) * 2, each=("gradients", "jacobian"),
+)(errors)  # fmt: skip
 
 
 @worlds("copies", "shards", "adapters", make=failing, each={"": (KeyboardInterrupt, SystemExit)})
