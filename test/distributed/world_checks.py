@@ -537,6 +537,9 @@ def errors_of_vectors(w: Both) -> None:
         with fails(ValueError, "differ in the number of vectors.*0: 2; .*1: 0"):
             G @ vector(G, 2)[:, : 2 - 2 * rank()]
         assert (G @ vector(G, 0)).shape == (G.shape[1], 0)
+        flat = vector(G)
+        for match, bad in (("NaN or infinite", flat * torch.nan), (r"shape \[", flat[1:])):
+            refuses(ValueError, match, G.__matmul__, bad if rank() == 1 else flat, on=1)
 
 
 @worlds("shards", "adapters")
