@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import gc
+import importlib
 import json
 import os
 import re
@@ -92,6 +93,19 @@ def fails(own: type[BaseException], match: str, on: int | None = None) -> Iterat
     assert type(error) is own and re.search(match, str(error), re.DOTALL), repr(error)
 
 
+def refuses(
+    own: type[BaseException],
+    match: str,
+    use: Callable,
+    *args: Any,
+    on: int | None = None,
+    **options: Any,
+) -> None:
+    """Call something that fails."""
+    with fails(own, match, on):
+        use(*args, **options)
+
+
 def check_callbacks(A: Any, b: Any) -> None:
     """Check that the callback of one process stops all, and that its error is raised in all.
 
@@ -177,18 +191,26 @@ def classifier(
     return Problem(model, loss, list(model.parameters()), data, mc=True)
 
 
-def main(checks: Checks, rank: int, size: int, folder: str) -> None:
-    """Join the other processes, run the checks in a folder, and write which failed, and how."""
+def main(names: dict[str, list[str]], rank: int, size: int, folder: str) -> None:
+    """Join the other processes, run checks in a folder, and write which failed, and how.
+
+    Args:
+        names: The names of the checks, by those of their modules.
+        rank: The number of this process.
+        size: How many processes there are.
+        folder: Where they run.
+    """
     os.chdir(folder)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/rendezvous", LIMIT, size, rank)
+    modules = {name: importlib.import_module(name) for name in names}
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Batch .* has no term of the loss")  # as in pyproject.toml
     gc.freeze()  # as in conftest.py
     found = {}
-    for name, run in checks[size].items():
+    for module, name in ((m, name) for m, its in names.items() for name in its):
         try:
-            run()
+            modules[module].CHECKS[size][name]()
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()

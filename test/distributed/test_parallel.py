@@ -1,4 +1,4 @@
-"""Operators of several processes: see parallel_checks.py and sharded_checks.py."""
+"""Operators of several processes: see world_checks.py, parallel_checks.py, sharded_checks.py."""
 
 import json
 import os
@@ -7,21 +7,49 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 import parallel_checks
 import pytest
 import sharded_checks
+import world_checks
 
 #: Seconds after which processes that hang are ended.
 LIMIT = 1800
 ROOT = Path(__file__).parents[2]
-#: Checks of a single process take seconds, those of several minutes.
+#: Checks of two processes that are core tests: some of each kind, and all that only copies have.
+CORE = {
+    "world_checks": [
+        *("products ggn copies", "products hessian shards", "products fisher adapters"),
+        *("rows adapters", "factors mc shards", "factors type-2 parts of factors"),
+        *("losses_along_directions adapters", "callbacks copies", "no_data copies"),
+        *("files kfac partition shards", "files ekfac replicate copies"),
+        *("updates kfac replicate copies", "updates ekfac partition adapters"),
+        *("errors ggn copies", "errors kfac adapters", "interrupts copies"),
+        *("errors_of_solvers copies", "errors_of_the_data ggn adapters"),
+        *("errors_of_vectors parts of factors", "errors_before_communication shards"),
+    ],
+    "parallel_checks": [*parallel_checks.CHECKS[2]],
+    "sharded_checks": [
+        *("sums_with_factors shards", "errors_of_memory shards", "training adapters"),
+        *("rounds_of_schedules shards", "kept_graphs_have_no_gathered_parameters adapters"),
+        *("models_that_are_refused adapters", "vectors_that_are_refused shards"),
+    ],
+}
+MODULES = world_checks, parallel_checks, sharded_checks
+#: Checks that run together, as it takes seconds to start processes: names by module, and how many.
 CASES = [
-    pytest.param(module, n, marks=[pytest.mark.extensive] if n > 1 else [])
-    for module in (parallel_checks, sharded_checks)
-    for n in sorted(module.CHECKS)
-]
+    pytest.param(CORE, 2, id="core"),
+    pytest.param({x.__name__: [*x.CHECKS.get(1, ())] for x in MODULES}, 1, id="one-process"),
+    *(
+        pytest.param(
+            {x.__name__: [name for name in names if n != 2 or name not in CORE[x.__name__]]}, n,
+            id=f"{x.__name__}-{n}", marks=pytest.mark.extensive,
+        )
+        for x in MODULES
+        for n, names in sorted(x.CHECKS.items())
+        if n > 1 and (x is not parallel_checks or n > 2)
+    ),
+]  # fmt: skip
 
 
 def run(call: str, size: int, folder: Path) -> list[str]:
@@ -39,7 +67,7 @@ def run(call: str, size: int, folder: Path) -> list[str]:
     logs, processes = [folder / f"log.{rank}" for rank in range(size)], []
     try:
         for rank, log in enumerate(logs):
-            code = f"import parallel_checks, processes, sharded_checks; RANK = {rank}; {call}"
+            code = f"import processes, sharded_checks; RANK = {rank}; {call}"
             with log.open("w") as file:
                 processes.append(
                     subprocess.Popen(
@@ -56,16 +84,15 @@ def run(call: str, size: int, folder: Path) -> list[str]:
     return [log.read_text()[-3000:] for log in logs]
 
 
-@pytest.mark.parametrize(("module", "size"), CASES, ids=lambda x: getattr(x, "__name__", None))
-def test_together(module: ModuleType, size: int, tmp_path: Path):
-    """All checks for a number of processes, since it takes seconds to start these."""
-    call = f"processes.main({module.__name__}.CHECKS, RANK, {size}, {str(tmp_path)!r})"
+@pytest.mark.parametrize(("names", "size"), CASES)
+def test_together(names: dict[str, list[str]], size: int, tmp_path: Path):
+    call = f"processes.main({names}, RANK, {size}, {str(tmp_path)!r})"
     errors = []  # of all, since an error of one often follows from another's
     for rank, log in enumerate(run(call, size, tmp_path)):
         path = tmp_path / f"found.{rank}"
         found = json.loads(path.read_text()) if path.exists() else {}
         errors += [f"{name} on rank {rank}:\n{error}" for name, error in found.items() if error]
-        if missing := module.CHECKS[size].keys() - found.keys():
+        if missing := {name for its in names.values() for name in its} - found.keys():
             errors.append(f"Rank {rank} did not get to {sorted(missing)}:\n{log}")
     assert not errors, "\n".join(errors)
 

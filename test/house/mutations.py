@@ -30,22 +30,22 @@ TESTS = {
         risk/linearized
         structured/structured files/files messages/mistakes_of_ours layers/batch_axis
         contract/modes kfac/module_factors
-        distributed/parallel::test_together[sharded_checks-1]""",
+        distributed/parallel::test_together[core]""",
     "linear_operator": """
         linear_operator/algebra algorithms/as_operator linear_operator/compile
         contract/contract::test_kinds_of_vectors contract/contract::test_linear_and_adjoint
         linear_operator/vector_gradients::test_first_and_second_derivatives
         linear_operator/vector_gradients::test_transforms_are_refused risk/linearized
-        distributed/parallel::test_together[sharded_checks-1]""",
+        distributed/parallel::test_together[core]""",
     "team": """
         distributed/team messages/errors
-        distributed/parallel::test_together[sharded_checks-1]""",
+        distributed/parallel::test_together[core]""",
     "autodiff": """
         contract/contract::test_linear_and_adjoint
         contract/contract::test_single_products_of_large_models messages/errors
         risk/custom_functions autodiff/precision autodiff/used_modules autodiff/forward_mode
         contract/left_as_found contract/modes
-        distributed/parallel::test_together[sharded_checks-1]""",
+        distributed/parallel::test_together[core]""",
     "autodiff/overrides": """
         autodiff/overrides autodiff/attention autodiff/forward_mode autodiff/zero_derivatives
         contract/left_as_found""",

@@ -27,10 +27,14 @@ class WatchedBatches:
             self._made.append(weakref.ref(own.untyped_storage()))
             yield own, y
 
+    def alive(self) -> int:
+        """The number of batches that are in memory."""
+        gc.collect()
+        return sum(ref() is not None for ref in self._made)
+
     def check(self, what: str) -> None:
         """Check that batches were made since the last check, and are gone."""
-        gc.collect()
-        alive = sum(ref() is not None for ref in self._made)
+        alive = self.alive()
         assert self._made, f"{what}: no batch was read"
         assert not alive, f"{what}: {alive} of {len(self._made)} batches are in memory"
         self._made.clear()
