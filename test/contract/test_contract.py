@@ -24,12 +24,14 @@ from contract import (
     pairs,
     vectors,
 )
+from tables import core
 from torch import Tensor, nn
 
 from curvlinops import CGInverseLinearOperator, TorchLinearOperator
 from curvlinops.autodiff import backward
 from curvlinops.losses import Loss
 
+SQUARE = [case for case in EXACT if CASES[case].square]
 #: Problems whose parameters are a list, a dictionary, and tensors of a closure.
 PARAMETERS = ["mlp-ce-all-mean", "functional", "closure"]
 
@@ -38,9 +40,16 @@ PARAMETERS = ["mlp-ce-all-mean", "functional", "closure"]
 #: transpose and sums of rows.
 FEW = {"gradients", "fisher-samples", "transposed"}
 MOST = [case for case in EXACT if case not in FEW]
+#: Problems for what does not depend on the model: ignored targets, tied weights, unequal lengths.
+SOME = ["classes-ce-ignore-mean", "transformer-tied", "lstm-packed"]
 
 
-@pytest.mark.parametrize("case, problem", pairs(MOST, problems.NAMES) + pairs(sorted(FEW), CORE))
+@pytest.mark.parametrize(
+    "case, problem",
+    core(
+        pairs(EXACT, CORE) + pairs(["hessian"], problems.MODEL_NAMES), pairs(MOST, problems.NAMES)
+    ),
+)
 def test_equals_dense_reference(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p)
@@ -67,7 +76,9 @@ def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
     assert error(operator.T @ u, dense(case, problem).T @ u.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(EXACT, [*CORE, "pinn", "checkpoint"]))
+@pytest.mark.parametrize(
+    "case, problem", core(pairs(EXACT, SOME), pairs(EXACT, [*CORE, "pinn", "checkpoint"]))
+)
 def test_linearized(case: str, problem: str):
     p = problems.make(problem)
     operator, expected = CASES[case].build(p, check_deterministic=False), dense(case, problem)
@@ -135,7 +146,7 @@ def test_representation():
         assert repr(operator) == text.replace("(", "LinearOperator(", 1)
 
 
-@pytest.mark.parametrize("case, problem", pairs([c for c in EXACT if CASES[c].square], CORE))
+@pytest.mark.parametrize("case, problem", core(pairs(SQUARE, SOME), pairs(SQUARE, CORE)))
 def test_independent_of_batches(case: str, problem: str):
     p = problems.make(problem)
     if problem != "lstm-packed":  # lengths are a part of its batches
@@ -148,7 +159,7 @@ def test_independent_of_batches(case: str, problem: str):
         assert error(matrix(CASES[case].build(together)), dense(case, problem)) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
+@pytest.mark.parametrize("case, problem", core(pairs(EXACT, SOME), pairs(EXACT, CORE)))
 def test_independent_of_chunks(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p, chunk_size=2, check_deterministic=False)
@@ -156,7 +167,9 @@ def test_independent_of_chunks(case: str, problem: str):
     assert error(operator @ V, dense(case, problem) @ V.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs([c for c in CASES if CASES[c].square], CORE))
+@pytest.mark.parametrize(
+    "case, problem", core(pairs([*SQUARE, *RANDOM], SOME), pairs([*SQUARE, *RANDOM], CORE))
+)
 def test_blocks(case: str, problem: str):
     p = problems.make(problem)
     full = matrix(CASES[case].build(p))
@@ -270,7 +283,10 @@ def all_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loss, "sample", every)
 
 
-@pytest.mark.parametrize("case, problem", [*pairs(["mc"], MC), *pairs(["ggn-mc"], CORE)])
+@pytest.mark.parametrize(
+    "case, problem",
+    core(pairs(RANDOM, CORE), pairs(["mc"], MC)),
+)
 def test_expectation_over_samples(case: str, problem: str, monkeypatch):
     p = problems.make(problem)
     all_draws(monkeypatch)
