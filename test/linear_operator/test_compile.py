@@ -41,18 +41,14 @@ def linearized() -> Tensor:
 #: A few of each kind; the others are below.
 CORE: dict[str, Callable[[], Tensor]] = {
     "Hessian": lambda: C.HessianLinearOperator(*DATA) @ V,
-    "KFAC": lambda: C.KFACLinearOperator(*DATA, fisher_type="type-2") @ V,
-    "gradient_and_loss": lambda: H.gradient_and_loss()[0][0],
     "update": updated,
-    "KFAC inverse": lambda: K.inverse(1e-2) @ V,
-    "to_dense": lambda: (H + G).to_dense(),
     "linearized": linearized,
     "CG": lambda: C.CGInverseLinearOperator(DAMPED, preconditioner=K.inverse(1.0)).solve(V).x,
-    "eigsh": lambda: C.eigsh(H, 2, seed=0).eigenvalues,
 }
 
 CASES: dict[str, Callable[[], Tensor]] = {
     # constructors
+    "KFAC": lambda: C.KFACLinearOperator(*DATA, fisher_type="type-2") @ V,
     "GGN": lambda: C.GGNLinearOperator(*DATA, mc_samples=2) @ V,
     "Fisher": lambda: C.FisherMCLinearOperator(*DATA) @ V,
     "empirical Fisher": lambda: C.EFLinearOperator(*DATA) @ V,
@@ -80,6 +76,9 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "submatrix": lambda: C.SubmatrixLinearOperator(H, [0, 3], [1, 2]).to_dense(),
     "repr": lambda: torch.tensor(len(repr(H))),
     # methods
+    "gradient_and_loss": lambda: H.gradient_and_loss()[0][0],
+    "KFAC inverse": lambda: K.inverse(1e-2) @ V,
+    "to_dense": lambda: (H + G).to_dense(),
     "trace": lambda: K.trace(),
     "diagonal": lambda: K.diagonal(),
     "norm": lambda: K.frobenius_norm(),
@@ -95,6 +94,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "gram": lambda: ROWS.gram() @ J.gram()[:6, :6],
     "moments": lambda: ROWS.second_moment() + ROWS.variance(),
     # solvers
+    "eigsh": lambda: C.eigsh(H, 2, seed=0).eigenvalues,
     "CG product": lambda: C.CGInverseLinearOperator(DAMPED) @ V,
     "CG with a matrix": lambda: C.CGInverseLinearOperator(M) @ torch.ones(5),
     "MINRES": lambda: C.MINRESInverseLinearOperator(DAMPED) @ V,
