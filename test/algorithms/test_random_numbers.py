@@ -34,7 +34,7 @@ SOLVERS = {
     "seed": lambda: C.xtrace(H, 6, seed=0),
     "generator": lambda: C.xtrace(H, 6, generator=torch.Generator().manual_seed(0)),
 }
-#: These refuse an argument. Tables of errors in `test_estimators.py` and `test_spectrum.py` have more.
+#: These refuse an argument, as in the tables of errors of estimators and spectra.
 REFUSED = {
     "callback": lambda: C.hutchinson_trace(H, 4, callback=3),
     "cached spectrum": lambda: RUNS.approximate_spectrum(num_points=0),

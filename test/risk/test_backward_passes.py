@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from models import Using
+from sample_gradients import loop
 from tables import core
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -100,17 +101,6 @@ def data(sizes: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float64) -> l
     return list(zip(X.split(sizes), y.split(sizes), strict=True))
 
 
-def rows_alone(model: nn.Module, batches: list) -> Tensor:
-    """Return the gradients of the samples' losses alone."""
-    rows = []
-    for X, y in batches:
-        for n in range(len(X)):
-            loss = MSE(model(X[n : n + 1]), y[n : n + 1])
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
-
-
 PRODUCTS = {
     "Hessian": C.HessianLinearOperator,
     "GGN": C.GGNLinearOperator,
@@ -199,7 +189,7 @@ BY_ITSELF = {n: f for n, f in (LINEAR | CLIPPED).items() if "clamped" not in n o
 def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
     """What happens to each sample's gradient by itself is the same in all splits."""
     model, batches = net(way, BY_ITSELF[f]), data(sizes)
-    rows = rows_alone(model, batches)
+    rows = loop(model, list(model.parameters()), batches, MSE)
     found = build(SAMPLES[quantity], model, batches)
     torch.testing.assert_close(found, expected(quantity, rows))
 

@@ -6,10 +6,9 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import scipy.sparse.linalg
@@ -211,65 +210,6 @@ def test_memory_is_flat(case: str, inside: bool):
 
 
 # --- who is inside
-
-
-def generator(A: C.TorchLinearOperator, *vs: Tensor) -> Iterator[Tensor]:
-    """Yield products, and stay in the context, as a fixture of pytest does."""
-    with A.linearized():
-        for v in vs:
-            yield A @ v
-
-
-@contextmanager
-def inside(A: C.TorchLinearOperator) -> Iterator[None]:
-    """Enter the context for someone else."""
-    with ExitStack() as stack:
-        stack.enter_context(A.linearized())
-        yield
-
-
-class Entered:
-    """Enters the context in a method."""
-
-    def __init__(self, A: C.TorchLinearOperator):
-        self.context = A.linearized()
-
-    def __enter__(self) -> None:
-        self.context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.context.__exit__(*error)
-
-
-def test_generators_that_are_dropped_free_all():
-    w = Counting()
-    A = w.build("hessian")
-    v = vectors(A)
-    A @ v
-    w.forget()
-    products = generator(A, v, v)
-    next(products)
-    alive = [x for x in w.activations if x() is not None]
-    gc.collect()
-    gc.disable()
-    try:
-        del products
-        assert alive and all(x() is None for x in alive)
-    finally:
-        gc.enable()
-
-
-@pytest.mark.parametrize("enter", [inside, Entered, lambda A: inside(2 * A + A)])
-def test_contexts_that_are_entered_for_others(enter: Callable):
-    w = Counting()
-    A = w.build("hessian")
-    with enter(A):
-        A @ vectors(A)
-        w.forget()
-        A @ vectors(A)
-        assert not w.read
-    A @ vectors(A)
-    assert w.read
 
 
 def test_other_threads_are_outside():
