@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,6 @@ def meta() -> torch.device:
     return torch.device("meta")
 
 
-@cache
 def spd(size: int, seed: int = 0) -> Tensor:
     """Return a well-conditioned symmetric matrix in float32."""
     root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
@@ -93,28 +92,26 @@ def test_gradients_with_respect_to_vectors(case: str, mode: Callable, columns: t
     assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
 
 
-@cache
-def _problem() -> problems.Problem:
-    return problems.make(PROBLEM)
+MADE, SPD = problems.make(PROBLEM), [spd(20, seed) for seed in (0, 1)]
 
 
 def _kfac() -> C.KFACLinearOperator:
-    return ALL["kfac"].build(_problem())
+    return ALL["kfac"].build(MADE)
 
 
 def _computed(case: str, options: dict, function: Callable) -> Any:
-    return function(ALL[case].build(_problem(), **options))
+    return function(ALL[case].build(MADE, **options))
 
 
 def _solved(compute: Callable) -> Any:
-    return compute(ALL["ggn"].build(_problem()).damped(1.0))
+    return compute(ALL["ggn"].build(MADE).damped(1.0))
 
 
 COMPUTED: dict[str, Callable[[], Any]] = {
     **{name: partial(_computed, *method) for name, method in METHODS.items()},
     **{name: partial(_solved, compute) for name, compute in ALGORITHMS.items()},
-    "matrices": lambda: C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1)).to_dense(),
-    "dottest": lambda: C.dottest(spd(20), seed=0),
+    "matrices": lambda: C.CGInverseLinearOperator(SPD[0], preconditioner=SPD[1]).to_dense(),
+    "dottest": lambda: C.dottest(SPD[0], seed=0),
 }
 
 
@@ -175,6 +172,16 @@ COMPILED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hessian": lambda A, v: 2 * (A @ v),
     "kfac": lambda A, v: 2 * A.matvec(v) + A.rmatvec(A.matmat(v[:, None]))[:, 0].sum(),
 }
+
+
+@pytest.mark.extensive
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # nor in the test itself
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_methods_and_algorithms_inside_of_compiled_functions(kind: str):
+    torch._dynamo.reset()
+    found = torch.compile(lambda: COMPUTED[kind](), backend="eager")()
+    assert same(found, COMPUTED[kind]())
 
 
 @pytest.mark.extensive
