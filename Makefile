@@ -22,7 +22,7 @@ CORE := -n $(WORKERS) -m "not extensive and not slow and not gpu" $(PYTEST_ARGS)
 
 help:
 	@echo "make demo       train a small CNN on digits and analyze its curvature, in less than 40 s"
-	@echo "make test       the core tests, in less than five minutes (PYTEST_ARGS=..., WORKERS=2)"
+	@echo "make test       the core tests, in less than four minutes (PYTEST_ARGS=..., WORKERS=2)"
 	@echo "make test-all   the rest: tests marked extensive"
 	@echo "make test-slow  tests marked slow: notebooks and examples in full"
 	@echo "make test-lowest  the core tests on the lowest versions in pyproject.toml, in build/lowest:"

@@ -425,5 +425,7 @@ _BAD: list[tuple[str, dict, type[Exception], str]] = [
 @pytest.mark.parametrize("name, changes, kind, message", _BAD)
 def test_errors(name: str, changes: dict, kind: type[Exception], message: str):
     arguments = {"A": _A, "num_matvecs": 12, "seed": None} | changes
+    before = torch.get_rng_state()
     with pytest.raises(kind, match=message):
         ESTIMATORS[name].call(**arguments)
+    assert torch.equal(torch.get_rng_state(), before)  # it draws nothing

@@ -289,5 +289,8 @@ _BAD = [
 
 @pytest.mark.parametrize("call, changes, message", _BAD)
 def test_errors(call, changes: dict, message: str):
+    before = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
         call(**({"A": _B, "ncv": 20} | changes))
+    if changes.keys() & {"ncv", "kappa", "margin", "num_points", "num_repeats", "epsilon"}:
+        assert torch.equal(torch.get_rng_state(), before)  # it draws nothing

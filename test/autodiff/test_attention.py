@@ -1,6 +1,7 @@
 """Attention in tiles: values and derivatives of those of PyTorch's math kernel."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from contract import ALL, error, vectors
 from models import Using
 from problems import Problem
+from tables import core
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -222,9 +224,14 @@ MODELS: dict[str, tuple[Any, dict[str, nn.Module]]] = {
 }
 
 
+CASES = ["hessian", "ggn", "jacobian", "gradients", "kfac"]
+
+
 @pytest.mark.usefixtures("in_tiles")
-@pytest.mark.parametrize("case", ["hessian", "ggn", "jacobian", "gradients", "kfac"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, case",
+    core([*product(MODELS, CASES[:1]), *product(["causal"], CASES)], product(MODELS, CASES)),
+)
 def test_operators(name: str, case: str, monkeypatch: pytest.MonkeyPatch):
     function, layers = MODELS[name]
     width = 8 if "q" in layers else 4

@@ -24,23 +24,31 @@ from contract import (
     pairs,
     vectors,
 )
+from tables import core
 from torch import Tensor, nn
 
 from curvlinops import CGInverseLinearOperator, TorchLinearOperator
 from curvlinops.autodiff import backward
 from curvlinops.losses import Loss
 
+SQUARE = [case for case in EXACT if CASES[case].square]
 #: Problems whose parameters are a list, a dictionary, and tensors of a closure.
 PARAMETERS = ["mlp-ce-all-mean", "functional", "closure"]
 
 
-#: Operators that need few problems: `test_per_sample.py` compares all rows, and the others are a
-#: transpose and sums of rows.
-FEW = {"gradients", "fisher-samples", "transposed"}
-MOST = [case for case in EXACT if case not in FEW]
+#: Operators that need many problems: `test_per_sample.py` compares all rows and diagonals, and the
+#: others are a transpose and sums of rows.
+MOST = ["hessian", "ggn", "fisher", "jacobian"]
+#: Models whose dense Hessian takes less than a second.
+SMALL = [n for n in problems.MODEL_NAMES if not re.search("former|encoder|norms|bidirect", n)]
+#: Problems for what does not depend on the model: ignored targets, tied weights, unequal lengths.
+SOME = ["classes-ce-ignore-mean", "transformer-tied", "lstm-packed"]
 
 
-@pytest.mark.parametrize("case, problem", pairs(MOST, problems.NAMES) + pairs(sorted(FEW), CORE))
+@pytest.mark.parametrize(
+    "case, problem",
+    core(pairs(EXACT, CORE) + pairs(["hessian"], SMALL), pairs(MOST, problems.NAMES)),
+)
 def test_equals_dense_reference(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p)
@@ -56,7 +64,7 @@ def test_equals_dense_reference(case: str, problem: str):
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
+@pytest.mark.parametrize("case, problem", pairs(EXACT, ["mlp-ce-all-mean", "cnn", *SOME]))
 def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
     """The tangents of large graphs are computed in a pass of their own."""
     monkeypatch.setattr(backward, "bytes_of_pass", lambda device: 1)
@@ -67,7 +75,9 @@ def test_single_products_of_large_models(case: str, problem: str, monkeypatch):
     assert error(operator.T @ u, dense(case, problem).T @ u.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(EXACT, [*CORE, "pinn", "checkpoint"]))
+@pytest.mark.parametrize(
+    "case, problem", core(pairs(EXACT, SOME), pairs(EXACT, [*CORE, "pinn", "checkpoint"]))
+)
 def test_linearized(case: str, problem: str):
     p = problems.make(problem)
     operator, expected = CASES[case].build(p, check_deterministic=False), dense(case, problem)
@@ -135,7 +145,7 @@ def test_representation():
         assert repr(operator) == text.replace("(", "LinearOperator(", 1)
 
 
-@pytest.mark.parametrize("case, problem", pairs([c for c in EXACT if CASES[c].square], CORE))
+@pytest.mark.parametrize("case, problem", core(pairs(SQUARE, SOME), pairs(SQUARE, CORE)))
 def test_independent_of_batches(case: str, problem: str):
     p = problems.make(problem)
     if problem != "lstm-packed":  # lengths are a part of its batches
@@ -148,7 +158,7 @@ def test_independent_of_batches(case: str, problem: str):
         assert error(matrix(CASES[case].build(together)), dense(case, problem)) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs(EXACT, CORE))
+@pytest.mark.parametrize("case, problem", core(pairs(EXACT, SOME), pairs(EXACT, CORE)))
 def test_independent_of_chunks(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p, chunk_size=2, check_deterministic=False)
@@ -156,7 +166,9 @@ def test_independent_of_chunks(case: str, problem: str):
     assert error(operator @ V, dense(case, problem) @ V.double()) <= p.tolerance
 
 
-@pytest.mark.parametrize("case, problem", pairs([c for c in CASES if CASES[c].square], CORE))
+@pytest.mark.parametrize(
+    "case, problem", core(pairs([*SQUARE, *RANDOM], SOME), pairs([*SQUARE, *RANDOM], CORE))
+)
 def test_blocks(case: str, problem: str):
     p = problems.make(problem)
     full = matrix(CASES[case].build(p))
@@ -213,8 +225,7 @@ def test_gradient_and_loss(case: str, problem: str):
 # --- Monte-Carlo Fishers
 
 
-@pytest.mark.extensive
-@pytest.mark.parametrize("case, problem", pairs(RANDOM, MC))
+@pytest.mark.parametrize("case, problem", core(pairs(RANDOM, SOME), pairs(RANDOM, CORE)))
 def test_samples_repeat(case: str, problem: str):
     p = problems.make(problem)
     operator = CASES[case].build(p)
@@ -270,7 +281,10 @@ def all_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Loss, "sample", every)
 
 
-@pytest.mark.parametrize("case, problem", [*pairs(["mc"], MC), *pairs(["ggn-mc"], CORE)])
+@pytest.mark.parametrize(
+    "case, problem",
+    core(pairs(RANDOM, CORE), pairs(["mc"], MC)),
+)
 def test_expectation_over_samples(case: str, problem: str, monkeypatch):
     p = problems.make(problem)
     all_draws(monkeypatch)

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -127,7 +128,7 @@ def surroundings() -> list:
     ]
 
 
-def product(case: str, net: nn.Module, data) -> Callable[[], None]:
+def multiplication(case: str, net: nn.Module, data) -> Callable[[], None]:
     """Build an operator; return a function that multiplies with it, also inside ``linearized``."""
     p = problem(net, data, [p for p in net.parameters() if p.ndim > 0])
     operator = ALL[case].build(p)
@@ -175,14 +176,19 @@ SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize(
+    "case, situation",
+    [
+        *product(ALL, ["success", "error in the data", "error in the model"]),
+        *product(["hessian", "gradients", "kfac"], [n for n in SITUATIONS if "interrupt" in n]),
+    ],
+)
 def test_all_is_as_found(case: str, situation: str):
     net = model()
     errors = SITUATIONS[situation]
     failing = Failing(net, *errors)
     before, around = state(net), surroundings()
-    multiply = product(case, failing, failing)
+    multiply = multiplication(case, failing, failing)
     assert surroundings() == around
     if any(errors):
         failing.armed = True
@@ -208,7 +214,7 @@ def test_generators_of_all_devices_in_use(monkeypatch: pytest.MonkeyPatch):
             for X, y in super().__iter__():
                 yield X + 0 * torch.rand((), generator=others[1]), y
 
-    product("ggn", model(), Drawing(batches()))()
+    multiplication("ggn", model(), Drawing(batches()))()
     assert all(map(torch.equal, before, [generator.get_state() for generator in others]))
 
 
@@ -233,7 +239,7 @@ def test_batch_norm_in_train_mode(case: str):
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     before = state(net)
     with pytest.warns(UserWarning, match=r"BatchNorm in train mode \(module '1'\)"):
-        multiply = product(case, net, batches())
+        multiply = multiplication(case, net, batches())
     multiply()
     assert state(net) == before
 
@@ -279,14 +285,14 @@ def test_loss(case: str, change: str, wrapped: bool):
         return lambda: operator @ torch.ones(operator.shape[1])
 
     loss = Balanced(change)
-    before, product = state(loss), multiply(loss)
-    torch.testing.assert_close(product(), multiply(Balanced("none"))())
+    before, apply = state(loss), multiply(loss)
+    torch.testing.assert_close(apply(), multiply(Balanced("none"))())
     assert state(loss) == before
     if case == "kfac":  # a snapshot
         return
     loss.armed = True
     with pytest.raises(RuntimeError, match="failed on purpose"):
-        product()
+        apply()
     loss.armed = False
     assert state(loss) == before
 
@@ -502,9 +508,13 @@ KINDS_OF_MODELS: dict[str, Callable[[Scaled], tuple[Callable, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["weight", "frozen"])
-@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "write, kind, name",
+    [
+        *product(WRITES, ["module"], ["weight"]),
+        *product(["no_grad", "data", "optimizer"], KINDS_OF_MODELS, ["weight", "frozen"]),
+    ],
+)
 def test_models_that_write_to_parameters(write: str, kind: str, name: str):
     """It is refused before anything is written, by the constructor or by the first product."""
     net = Scaled(WRITES[write], name)
@@ -560,8 +570,9 @@ ASSIGNED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASSIGNED)
-@pytest.mark.parametrize("kind", KINDS_OF_MODELS)
+@pytest.mark.parametrize(
+    "kind, name", [*product(["module", "closure"], ASSIGNED), ("function", "a copy")]
+)
 def test_parameters_that_get_other_memory(kind: str, name: str):
     """Assigning to ``data`` replaces what stands for a parameter; a closure has the user's own."""
     change, is_write = ASSIGNED[name]

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from itertools import product
 from typing import ClassVar
 
 import pytest
@@ -342,9 +343,12 @@ KEPT = {
 
 
 @pytest.mark.parametrize(
-    "case", ["hessian", "ggn", "mc", "fisher-samples", "ggn-diagonal", "gradients"]
+    "kind, case",
+    [
+        *product(KEPT, ["hessian", "gradients"]),
+        *product(["mlp", "frozen layers"], ["ggn", "mc", "fisher-samples", "ggn-diagonal"]),
+    ],
 )
-@pytest.mark.parametrize("kind", KEPT)
 def test_what_is_kept_counts_with_all_its_memory(kind: str, case: str, caplog):
     make, some, loss = KEPT[kind]
     if loss is powers and ALL[case].needs_root:

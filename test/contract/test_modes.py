@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from contract import ALL, vectors
 from models import Using
 from quantities import ALGORITHMS, METHODS
 from small import SQUARE, batches, build, mlp
+from tables import core
 from torch import Tensor, nn
 
 import curvlinops as C
@@ -33,7 +35,6 @@ def meta() -> torch.device:
     return torch.device("meta")
 
 
-@cache
 def spd(size: int, seed: int = 0) -> Tensor:
     """Return a well-conditioned symmetric matrix in float32."""
     root = torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
@@ -60,9 +61,10 @@ MODES: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("problem", [PROBLEM, "tokens-bce-sum"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize(
+    "case, mode, problem",
+    core(product(ALL, MODES, [PROBLEM]), product(ALL, MODES, ["tokens-bce-sum"])),
+)
 def test_products(case: str, mode: str, problem: str):
     p, mode = problems.make(problem), MODES[mode]
     operator = ALL[case].build(p)
@@ -90,38 +92,36 @@ def test_gradients_with_respect_to_vectors(case: str, mode: Callable, columns: t
     assert torch.allclose(x.grad, operator.T @ ones, rtol=1e-4, atol=1e-5)
 
 
-@cache
-def _problem() -> problems.Problem:
-    return problems.make(PROBLEM)
+MADE, SPD = problems.make(PROBLEM), [spd(20, seed) for seed in (0, 1)]
 
 
 def _kfac() -> C.KFACLinearOperator:
-    return ALL["kfac"].build(_problem())
+    return ALL["kfac"].build(MADE)
 
 
 def _computed(case: str, options: dict, function: Callable) -> Any:
-    return function(ALL[case].build(_problem(), **options))
+    return function(ALL[case].build(MADE, **options))
 
 
 def _solved(compute: Callable) -> Any:
-    return compute(ALL["ggn"].build(_problem()).damped(1.0))
+    return compute(ALL["ggn"].build(MADE).damped(1.0))
 
 
 COMPUTED: dict[str, Callable[[], Any]] = {
     **{name: partial(_computed, *method) for name, method in METHODS.items()},
     **{name: partial(_solved, compute) for name, compute in ALGORITHMS.items()},
-    "matrices": lambda: C.CGInverseLinearOperator(spd(20), preconditioner=spd(20, 1)).to_dense(),
-    "dottest": lambda: C.dottest(spd(20), seed=0),
+    "matrices": lambda: C.CGInverseLinearOperator(SPD[0], preconditioner=SPD[1]).to_dense(),
+    "dottest": lambda: C.dottest(SPD[0], seed=0),
 }
 
 
 @pytest.mark.parametrize("kind", COMPUTED)
-@pytest.mark.parametrize("mode", MODES)
-def test_methods_and_algorithms(kind: str, mode: str):
+def test_methods_and_algorithms(kind: str):
     expected = COMPUTED[kind]()
-    with MODES[mode]():
-        found = COMPUTED[kind]()
-    assert same(found, expected)
+    for mode in MODES.values():
+        with mode():
+            found = COMPUTED[kind]()
+        assert same(found, expected), mode
 
 
 def test_autocast_inside_the_model_stays():
@@ -172,6 +172,16 @@ COMPILED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "hessian": lambda A, v: 2 * (A @ v),
     "kfac": lambda A, v: 2 * A.matvec(v) + A.rmatvec(A.matmat(v[:, None]))[:, 0].sum(),
 }
+
+
+@pytest.mark.extensive
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # nor in the test itself
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_methods_and_algorithms_inside_of_compiled_functions(kind: str):
+    torch._dynamo.reset()
+    found = torch.compile(lambda: COMPUTED[kind](), backend="eager")()
+    assert same(found, COMPUTED[kind]())
 
 
 @pytest.mark.extensive

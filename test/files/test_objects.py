@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from contract import error, matrix
 from structured_cases import ALL, CHANGES, A, B, Blocks, Diag, Kron, positive
+from tables import core
 from torch import Tensor
 
 import curvlinops
@@ -165,9 +167,12 @@ WAYS: dict[str, tuple[Callable, bool]] = {
 
 
 @both
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
-    "name", ["mlp-mse-mean", "cnn", "transformer-tied", "cross-attention", "lstm-packed"]
+    "name, joint",
+    core(
+        [("cnn", True), ("transformer-tied", False), ("lstm-packed", True)],
+        product(["cnn", "transformer-tied", "cross-attention"], [False, True]),
+    ),
 )
 def test_factors(cls: type, joint: bool, name: str, tmp_path: Path):
     """More data is added as if nothing had happened."""

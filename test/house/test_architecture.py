@@ -1,6 +1,7 @@
 """The rules of the house: imports go down only, the public names are known."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import mutations
@@ -39,10 +40,16 @@ ALLOWED = {
 }
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the syntax of a file."""
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
 def imported(path: Path, package: str = "curvlinops") -> set[str]:
     """Return the modules of a package that a file imports, wherever in the file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -98,7 +105,7 @@ _FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_tensors_are_made_on_a_device_of_our_choice(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if not isinstance(node, ast.Call):
             continue
         module, _, name = ast.unparse(node.func).rpartition(".")

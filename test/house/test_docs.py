@@ -14,12 +14,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 import torch
+from tables import core
 
 import curvlinops
 
 ROOT = Path(__file__).parents[2]
-#: This one takes more than a few seconds.
-LONG = "docs/influence.md"
+#: These take more than a second or two.
+LONG = ["docs/influence.md", "docs/optimizers.md", "docs/pinns.md"]
 #: Pages with code; that about several processes runs in these, in parallel_checks.py.
 PAGES = [
     str(path.relative_to(ROOT))
@@ -106,10 +107,7 @@ def test_versions_agree():
     assert newest[1] == cited[1] == curvlinops.__version__
 
 
-@pytest.mark.parametrize(
-    "page",
-    [p if p != LONG else pytest.param(p, marks=pytest.mark.extensive) for p in PAGES],
-)
+@pytest.mark.parametrize("page", core((page for page in PAGES if page not in LONG), PAGES))
 def test_pages_run(page: str, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = blocks(page)

@@ -7,10 +7,11 @@ import problems
 import pytest
 import reference
 import torch
-from contract import CASES, MC, dense, error, matrix
+from contract import CASES, CORE, MC, dense, error, matrix
 from models import Tokens, Using
 from problems import Problem
 from sample_gradients import check_rows
+from tables import core
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +32,7 @@ def build(problem: str, **options) -> PerSampleGradientLinearOperator:
     return CASES["gradients"].build(problems.make(problem), **options)
 
 
-@pytest.mark.parametrize("problem", problems.NAMES)
+@pytest.mark.parametrize("problem", core(problems.MODEL_NAMES, problems.NAMES))
 def test_rows(problem: str):
     p, rows = problems.make(problem), dense("gradients", problem)
     operator = build(problem)
@@ -44,8 +45,11 @@ def test_rows(problem: str):
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("problem", problems.NAMES)
+@pytest.mark.parametrize(
+    "problem", [n for n in problems.NAMES if n in CORE or n.startswith(("tokens", "classes"))]
+)
 def test_terms(problem: str):
+    """Of problems with several terms for a sample, and some others."""
     p, operator = problems.make(problem), build(problem, terms="term")
     expected, rows = torch.cat(reference.term_gradients(p)), torch.zeros(operator.shape).double()
     # ignored terms have a row of zeros
@@ -182,7 +186,7 @@ def test_sequences_of_which_the_first_have_one_token():
                 assert error(F @ v, expected @ v) <= 1e-10
 
 
-@pytest.mark.parametrize("problem", problems.MODEL_NAMES)
+@pytest.mark.parametrize("problem", core(CORE, problems.MODEL_NAMES))
 def test_jacobian_and_tangent_kernel(problem: str):
     p, J = problems.make(problem), dense("jacobian", problem)
     operator = CASES["jacobian"].build(p)
@@ -250,9 +254,7 @@ def test_diagonals_that_are_no_numbers(quantity: str):
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize(
-    "problem", ["mlp-ce-all-mean", "classes-ce-ignore-mean", "transformer-tied"]
-)
+@pytest.mark.parametrize("problem", ["classes-ce-ignore-mean", "transformer-tied"])
 def test_sampled_diagonal_converges(problem: str):
     """Terms of one sample may interact."""
     p = problems.make(problem)

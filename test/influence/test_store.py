@@ -1,5 +1,6 @@
 """Projected gradients of samples in a directory, against dense gradients and dense projections."""
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import problems
 import pytest
 import torch
 from contract import CASES, dense, error
+from tables import core
 from torch import Tensor
 
 from curvlinops import (
@@ -92,14 +94,21 @@ def test_random_columns(name: str, rank: int, tmp_path: Path):
 
 
 @pytest.mark.extensive
-@pytest.mark.parametrize("name", [x for x in problems.NAMES if x not in NAMES])
+@pytest.mark.parametrize("name", [x for x in problems.MODEL_NAMES if x not in NAMES])
 def test_random_columns_of_all_models(name: str, tmp_path: Path):
     check(name, 2, None, tmp_path)
 
 
-@pytest.mark.parametrize("rank", [100, 2])
-@pytest.mark.parametrize("basis", BASES)
-@pytest.mark.parametrize("name", [x for x in NAMES if x not in ("inner-steps", "weight-norm")])
+WITH_BASES = [x for x in NAMES if x not in ("inner-steps", "weight-norm")]
+
+
+@pytest.mark.parametrize(
+    "name, basis, rank",
+    core(
+        [*product(WITH_BASES, ["ekfac, joint"], [2]), *product(["cnn"], BASES, [100])],
+        product(WITH_BASES, BASES, [100, 2]),
+    ),
+)
 def test_bases(name: str, basis: str, rank: int, tmp_path: Path):
     check(name, rank, basis, tmp_path)
 

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from problems import Problem
+from tables import core
 from torch import Tensor, nn
 from training_runs import flags
 
@@ -68,7 +69,7 @@ def train(callback: Any, first: bool = True) -> tuple[list, Any]:
     return [left, flags(model), torch.get_rng_state().tolist()], state
 
 
-@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize("kind", core([GGNLinearOperator], [HessianLinearOperator]))
 def test_the_model_is_measured_and_left_as_it_is(kind: type, tmp_path: Path):
     from curvlinops.integrations.trainer import CurvatureCallback
 

@@ -22,8 +22,8 @@ from curvlinops import (
     plot_loss,
 )
 
-PROBLEMS = ["mlp-ce-mean", "mlp-mse-sum", "classes-ce-all-mean", "transformer-tied", "pinn"]
-PROBLEMS += ["functional", "other-values", "dict-batch", "bfloat16-mlp"]
+PROBLEMS = ["classes-ce-all-mean", "transformer-tied", "pinn", "functional", "other-values"]
+PROBLEMS += ["bfloat16-mlp"]
 STEPS = [-0.3, 0.0, 0.7]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import core
 from torch import Tensor, nn
 
 import curvlinops as C
@@ -20,9 +21,8 @@ M = torch.diag(torch.arange(1.0, 6.0)) + 0.1
 DATA = MODEL, nn.CrossEntropyLoss(), PARAMS, [BATCH]
 H, G = C.HessianLinearOperator(*DATA), C.GGNLinearOperator(*DATA)
 JACOBIAN = MODEL, PARAMS, [BATCH]
-J, ROWS = C.JacobianLinearOperator(*JACOBIAN), C.PerSampleGradientLinearOperator(*DATA)
+J = C.JacobianLinearOperator(*JACOBIAN)
 K = C.KFACLinearOperator(*DATA, fisher_type="type-2")
-E = C.EKFACLinearOperator(*DATA, fisher_type="type-2")
 DAMPED = G.damped(1.0)
 
 
@@ -41,26 +41,20 @@ def linearized() -> Tensor:
 #: A few of each kind; the others are below.
 CORE: dict[str, Callable[[], Tensor]] = {
     "Hessian": lambda: C.HessianLinearOperator(*DATA) @ V,
-    "KFAC": lambda: C.KFACLinearOperator(*DATA, fisher_type="type-2") @ V,
-    "gradient_and_loss": lambda: H.gradient_and_loss()[0][0],
     "update": updated,
-    "KFAC inverse": lambda: K.inverse(1e-2) @ V,
-    "to_dense": lambda: (H + G).to_dense(),
     "linearized": linearized,
     "CG": lambda: C.CGInverseLinearOperator(DAMPED, preconditioner=K.inverse(1.0)).solve(V).x,
-    "eigsh": lambda: C.eigsh(H, 2, seed=0).eigenvalues,
 }
 
+#: Others; `contract/test_modes.py` has methods and algorithms.
 CASES: dict[str, Callable[[], Tensor]] = {
     # constructors
+    "KFAC": lambda: C.KFACLinearOperator(*DATA, fisher_type="type-2") @ V,
     "GGN": lambda: C.GGNLinearOperator(*DATA, mc_samples=2) @ V,
     "Fisher": lambda: C.FisherMCLinearOperator(*DATA) @ V,
     "empirical Fisher": lambda: C.EFLinearOperator(*DATA) @ V,
     "per-sample gradients": lambda: C.PerSampleGradientLinearOperator(*DATA) @ V,
-    "Jacobian": lambda: C.JacobianLinearOperator(*JACOBIAN) @ V,
     "transposed Jacobian": lambda: C.TransposedJacobianLinearOperator(*JACOBIAN).T @ V,
-    "GGN diagonal": lambda: C.GGNDiagonalLinearOperator(*DATA).diagonal(),
-    "GGN trace": lambda: C.GGNDiagonalLinearOperator(*DATA).trace(),
     "EKFAC": lambda: C.EKFACLinearOperator(*DATA, fisher_type="type-2") @ V,
     "KFAC inverse, made by its class": lambda: C.KFACInverseLinearOperator(K, 1e-2) @ V,
     "Kronecker product": lambda: C.KroneckerProductLinearOperator(M, M).inverse(0.1).diagonal(),
@@ -75,58 +69,21 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "list": lambda: (H @ [p.detach() for p in PARAMS])[0],
     "from the left": lambda: V @ J.T,
     "algebra": lambda: ((H - 2 * G) ** 2 / 3) @ V,
-    "damped": lambda: H.damped(0.5) @ V,
     "NTK": lambda: (J @ J.T).to_dense(),
-    "submatrix": lambda: C.SubmatrixLinearOperator(H, [0, 3], [1, 2]).to_dense(),
     "repr": lambda: torch.tensor(len(repr(H))),
     # methods
-    "trace": lambda: K.trace(),
-    "diagonal": lambda: K.diagonal(),
     "norm": lambda: K.frobenius_norm(),
-    "determinant": lambda: E.inverse(1e-2).logdet(),
     "eigenvalues": lambda: K.eigvalsh(),
-    "power": lambda: (K**2) @ V,
-    "sample": lambda: K.sample(torch.Generator().manual_seed(0)),
-    "covariances": lambda: K.input_covariances["0"],
     "blocks": lambda: next(iter(K.blocks.values())).trace(),
     "report": lambda: torch.tensor(len(K.report())),
-    "rows": lambda: ROWS.dense(),
-    "norms of rows": lambda: ROWS.norms(),
-    "gram": lambda: ROWS.gram() @ J.gram()[:6, :6],
-    "moments": lambda: ROWS.second_moment() + ROWS.variance(),
-    # solvers
-    "CG product": lambda: C.CGInverseLinearOperator(DAMPED) @ V,
-    "CG with a matrix": lambda: C.CGInverseLinearOperator(M) @ torch.ones(5),
-    "MINRES": lambda: C.MINRESInverseLinearOperator(DAMPED) @ V,
-    "LSMR": lambda: C.LSMRInverseLinearOperator(DAMPED).matvec_with_info(V).x,
-    "Neumann": lambda: C.NeumannInverseLinearOperator(DAMPED, 20, 0.5) @ V,
-    "eigsh of KFAC": lambda: C.eigsh(K, 2)[0],
-    "trace estimate": lambda: C.hutchinson_trace(H, 4, seed=0),
-    "diagonal estimate": lambda: C.xdiag(H, 6, seed=0),
-    "norm estimate": lambda: C.hutchinson_squared_fro(H, 4, seed=0),
-    "Hutch++": lambda: C.hutchpp_trace(H, 6, seed=0),
-    "XTrace": lambda: C.xtrace(H, 8, seed=0, return_error=True).standard_error,
-    "XNysTrace": lambda: C.xnystrace(G, 6, seed=0),
-    "function": lambda: C.trace_function(H, torch.exp, 4, seed=0),
-    "log-determinant": lambda: C.lanczos_logdet(DAMPED, 5, seed=0),
-    "spectrum": lambda: C.lanczos_approximate_spectrum(H, 4, seed=0)[1],
-    "log spectrum": lambda: C.LanczosApproximateSpectrumCached(
-        H, 4, seed=0
-    ).approximate_log_spectrum()[1],
-    "dottest": lambda: torch.tensor(C.dottest(J, seed=0)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's, at any graph break
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # nor in the test itself
-@pytest.mark.parametrize(
-    "compute",
-    [
-        *(pytest.param(compute, id=name) for name, compute in CORE.items()),
-        *(pytest.param(f, id=name, marks=pytest.mark.extensive) for name, f in CASES.items()),
-    ],
-)
-def test_same_numbers_inside_of_compiled_functions(compute: Callable[[], Tensor]):
+@pytest.mark.parametrize("name", core(CORE, CASES))
+def test_same_numbers_inside_of_compiled_functions(name: str):
+    compute = (CORE | CASES)[name]
     torch._dynamo.reset()
     found = torch.compile(lambda: 2 * compute(), backend="eager")()
     torch.testing.assert_close(found, 2 * compute(), rtol=1e-9, atol=1e-12)

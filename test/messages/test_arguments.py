@@ -95,34 +95,23 @@ def test_choices():
             check_choice("x", wrong, FisherType)
 
 
-@pytest.mark.parametrize(
-    ("use", "match"),
-    [
-        (lambda: kronecker().sample(None, -1), "num_samples must be an integer >= 0, got -1"),
-        (lambda: kronecker().sample(None, 1.5), "num_samples must be an integer >= 0, got 1.5"),
-        (lambda: kronecker().inverse("x"), "damping must be a finite number, got 'x'"),
-        (lambda: kronecker() ** True, "exponent must be a finite number, got True"),
-        (lambda: c.SubmatrixLinearOperator(A, [1], [1]) ** 0.5, "exponent must be an integer >= 0"),
-        (
-            lambda: c.CGInverseLinearOperator(A, atol=-1),
-            "atol must be a finite number >= 0, got -1",
-        ),
-        (lambda: c.CGInverseLinearOperator(A, rtol=0), "rtol and atol must not both be zero"),
-        (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a finite number"),
-        (
-            lambda: c.LSMRInverseLinearOperator(A, btol=-1),
-            "btol must be a finite number >= 0, got -1",
-        ),
-        (
-            lambda: c.LSMRInverseLinearOperator(A, conlim=-1),
-            "conlim must be a finite number >= 0, got -1",
-        ),
-        (lambda: c.CGInverseLinearOperator(A, on_failure="x"), "on_failure must be one of"),
-        (lambda: c.eigsh(A, 0), "k must be an integer from 1 to 10, got 0"),
-        (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),
-        (lambda: c.dottest(A, True), "num_tests must be an integer >= 1, got True"),
-    ],
-)
+#: Further tables are in the tests of algorithms.
+ERRORS: list[tuple[Callable, str]] = [
+    (lambda: kronecker().sample(None, -1), "num_samples must be an integer >= 0, got -1"),
+    (lambda: kronecker().sample(None, 1.5), "num_samples must be an integer >= 0, got 1.5"),
+    (lambda: kronecker().inverse("x"), "damping must be a finite number, got 'x'"),
+    (lambda: kronecker() ** True, "exponent must be a finite number, got True"),
+    (lambda: c.SubmatrixLinearOperator(A, [1], [1]) ** 0.5, "exponent must be an integer >= 0"),
+    (lambda: c.CGInverseLinearOperator(A, atol=-1), "atol must be a finite number >= 0, got -1"),
+    (lambda: c.MINRESInverseLinearOperator(A, damping="1"), "damping must be a finite number"),
+    (lambda: c.LSMRInverseLinearOperator(A, btol=-1), "btol must be a finite number >= 0, got -1"),
+    (lambda: c.LSMRInverseLinearOperator(A, conlim=-1), "conlim must be a finite number >= 0"),
+    (lambda: c.eigsh(A, 1, seed=1.5), "seed must be an integer >= 0, got 1.5"),
+    (lambda: c.dottest(A, True), "num_tests must be an integer >= 1, got True"),
+]
+
+
+@pytest.mark.parametrize("use, match", ERRORS)
 def test_errors(use: Callable, match: str):
     with pytest.raises(ValueError, match=match):
         use()
@@ -202,13 +191,25 @@ def test_misspelt_options_are_refused_before_any_pass(kind: type):
 WRONG_OPTIONS: list[tuple[type, dict[str, Any], str]] = [
     (c.GGNLinearOperator, {"mc_samples": -1}, "mc_samples must be an integer >= 0, got -1"),
     (c.GGNLinearOperator, {"seed": -1}, "seed must be"),
+    (c.GGNLinearOperator, {"mc_samples": True}, "integer >= 0, got True"),
     (c.FisherMCLinearOperator, {"mc_samples": 0}, "mc_samples must be an integer >= 1, got 0"),
+    (c.FisherMCLinearOperator, {"seed": -1}, "seed must be an integer >= 0"),
     (c.GGNDiagonalLinearOperator, {"mc_samples": -1}, "mc_samples must be"),
     (c.EFLinearOperator, {"terms": "x"}, "terms must be one of"),
     (c.HessianLinearOperator, {"num_data": -1}, "num_data must be an integer >= 0"),
-    (c.HessianLinearOperator, {"cache": "x"}, "cache must be"),
-    (c.HessianLinearOperator, {"chunk_size": 0}, "chunk_size must be"),
-    (c.HessianLinearOperator, {"block_sizes": [5]}, "block_sizes must be"),
+    *((c.HessianLinearOperator, options, match) for options, match in (
+        ({"cache": "x"}, r"cache must be 'auto', .*got 'x'"),
+        ({"cache": -1}, "number of bytes, got -1"),
+        ({"cache": True}, "number of bytes, got True"),
+        ({"chunk_size": 0}, "chunk_size must be an integer >= 1"),
+        ({"chunk_size": 1.5}, "chunk_size must be an integer >= 1"),
+        ({"block_sizes": [5]}, "add up to the number of parameters, 2"),
+        ({"block_sizes": [2, 0]}, "positive integers"),
+        ({"block_sizes": []}, r"add up to the number of parameters, 2; got \[\]"),
+        ({"block_sizes": 4}, "positive integers.*got 4"),
+        ({"progressbar": "yes"}, "progressbar must be True or False, got 'yes'"),
+        ({"check_deterministic": 1}, "check_deterministic must be True or False, got 1"),
+    )),
     (c.PerSampleGradientLinearOperator, {"terms": "x"}, "terms must be one of"),
     (c.PerSampleGradientLinearOperator, {"block_sizes": [1, 1]}, "omit block_sizes"),
     (c.PerSampleGradientLinearOperator, {"subsampling": "x"}, "subsampling must be a list"),
@@ -219,7 +220,7 @@ WRONG_OPTIONS: list[tuple[type, dict[str, Any], str]] = [
     (c.KFACLinearOperator, {"exact": 1}, "exact must be True or False"),
     (c.EKFACLinearOperator, {"separate_weight_and_bias": "no"}, "must be True or False"),
     (c.EKFACLinearOperator, {"steps": 2}, "steps has no meaning"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

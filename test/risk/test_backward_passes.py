@@ -1,11 +1,14 @@
 """Backward passes that users change, and those that lose their graph: right, or refused."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from models import Using
+from sample_gradients import loop
+from tables import core
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -82,7 +85,7 @@ WAYS = {
     "checkpoint": in_checkpoint,
     "several": of_several,
 }
-MORE_WAYS = [pytest.param(way, marks=pytest.mark.extensive) for way in ("node", "checkpoint")]
+APART = [way for way in WAYS if way != "several"]
 
 
 def net(way: str, f: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -96,17 +99,6 @@ def data(sizes: tuple[int, ...] = (6,), dtype: torch.dtype = torch.float64) -> l
     generator = torch.Generator().manual_seed(1)
     X, y = (torch.randn(sum(sizes), n, generator=generator, dtype=dtype) for n in (3, 2))
     return list(zip(X.split(sizes), y.split(sizes), strict=True))
-
-
-def rows_alone(model: nn.Module, batches: list) -> Tensor:
-    """Return the gradients of the samples' losses alone."""
-    rows = []
-    for X, y in batches:
-        for n in range(len(X)):
-            loss = MSE(model(X[n : n + 1]), y[n : n + 1])
-            grads = torch.autograd.grad(loss, list(model.parameters()))
-            rows.append(torch.cat([g.flatten() for g in grads]))
-    return torch.stack(rows)
 
 
 PRODUCTS = {
@@ -139,10 +131,19 @@ def build(kind: Callable, model: nn.Module, batches: list) -> Any:
     return kind(model, MSE, list(model.parameters()), batches)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
-@pytest.mark.parametrize("f", CLIPPED)
-@pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])  # a Hessian is of one gradient
+DTYPES = torch.float64, torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind, f, way, dtype",
+    core(
+        [
+            *product(["GGN", "Jacobian"], CLIPPED, ["hook"], DTYPES),
+            *product(["Fisher", "GGN"], ["clamped at 1.0", "signs"], APART, DTYPES[:1]),
+        ],
+        product(["Fisher", "Jacobian"], CLIPPED, APART, DTYPES[:1]),
+    ),
+)  # a Hessian is of one gradient
 def test_backward_passes_that_are_not_linear(kind: str, f: str, way: str, dtype: torch.dtype):
     """Products would be wrong for some sizes of vectors, whatever the first one is."""
     model, batches = net(way, CLIPPED[f], dtype), data(dtype=dtype)
@@ -161,7 +162,7 @@ def test_hooks_of_some_batches(kind: str, sizes: tuple[int, ...]):
         A @ torch.ones(20).double()
 
 
-@pytest.mark.parametrize("way", ["hook", "function", "node", "checkpoint"])
+@pytest.mark.parametrize("way", APART)
 @pytest.mark.parametrize("f", LINEAR)
 @pytest.mark.parametrize("kind", ["GGN", "Fisher", "Jacobian"])
 def test_linear_backward_passes(kind: str, f: str, way: str):
@@ -171,22 +172,38 @@ def test_linear_backward_passes(kind: str, f: str, way: str):
     torch.testing.assert_close(A @ v, A.to_dense() @ v)
 
 
-@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3), (1,) * 6])
-@pytest.mark.parametrize("way", ["hook", "function", *MORE_WAYS])
-@pytest.mark.parametrize("f", LINEAR | CLIPPED)
-@pytest.mark.parametrize("quantity", SAMPLES)
+#: What happens to each gradient by itself; of the bounds of clamps, one.
+BY_ITSELF = {n: f for n, f in (LINEAR | CLIPPED).items() if "clamped" not in n or "0.1" in n}
+
+
+@pytest.mark.parametrize(
+    "quantity, f, way, sizes",
+    core(
+        [
+            *product(SAMPLES, BY_ITSELF, ["hook"], [(2, 1, 3)]),
+            *product(SAMPLES, ["mixed", "normalized rows"], ["function"], [(1,) * 6, (1, 5)]),
+        ],
+        product(SAMPLES, BY_ITSELF, APART, [(6,)]),
+    ),
+)
 def test_samples_apart(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
     """What happens to each sample's gradient by itself is the same in all splits."""
-    model, batches = net(way, (LINEAR | CLIPPED)[f]), data(sizes)
-    rows = rows_alone(model, batches)
+    model, batches = net(way, BY_ITSELF[f]), data(sizes)
+    rows = loop(model, list(model.parameters()), batches, MSE)
     found = build(SAMPLES[quantity], model, batches)
     torch.testing.assert_close(found, expected(quantity, rows))
 
 
-@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 5)])
-@pytest.mark.parametrize("way", ["hook", "function", "several", *MORE_WAYS])
-@pytest.mark.parametrize("f", MEETING)
-@pytest.mark.parametrize("quantity", SAMPLES)
+@pytest.mark.parametrize(
+    "quantity, f, way, sizes",
+    core(
+        [
+            *product(SAMPLES, MEETING, ["hook"], [(1, 5)]),
+            *product(SAMPLES, ["normalized", "rolled"], ["function", "several"], [(6,), (2, 4)]),
+        ],
+        product(SAMPLES, MEETING, WAYS, [(6,)]),
+    ),
+)
 def test_samples_that_meet(quantity: str, f: str, way: str, sizes: tuple[int, ...]):
     with pytest.raises(ValueError, match="depends on the other samples.*(hook|Changing)"):
         build(SAMPLES[quantity], net(way, MEETING[f]), data(sizes))
@@ -361,18 +378,18 @@ SELECTED: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("quantity", SELECTED)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("options", [{}, {"batch_size_fn": lambda b: len(b["x"])}], ids=len)
 @pytest.mark.parametrize("lengths", [(2, 1, 3, 2), (1, 3, 2, 2), (2, 2, 2, 2), (1, 1, 3)])
-def test_selected_rows(lengths: tuple[int, ...], options: dict, first: bool, quantity: str):
+def test_selected_rows(lengths: tuple[int, ...], options: dict, first: bool):
     """Nobody knows which rows are whose, whatever their number is."""
     model, loss = Selecting(first).double(), nn.CrossEntropyLoss(reduction="sum")
     mask = torch.arange(4)[None] < torch.tensor(lengths)[:, None]
     X = {"x": torch.randn(len(lengths), 4, 3).double(), "mask": mask}
     y, params = torch.randint(4, (sum(lengths),)), list(model.parameters())
-    with pytest.raises(ValueError, match=r"samples first.*mask in the loss.*batch_size_fn"):
-        SELECTED[quantity](model, loss, params, [(X, y)], **options)
+    for quantity in SELECTED.values():
+        with pytest.raises(ValueError, match=r"samples first.*mask in the loss.*batch_size_fn"):
+            quantity(model, loss, params, [(X, y)], **options)
     # sums over all rows do not ask
     H = C.HessianLinearOperator(model, loss, params, [(X, y)], **options).to_dense()
     J = C.JacobianLinearOperator(model, params, [(X, y)], **options)

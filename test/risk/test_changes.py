@@ -10,6 +10,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable
 from contextvars import ContextVar
+from itertools import product
 from types import MethodType
 
 import changeable
@@ -21,8 +22,11 @@ from models import Using
 from small import CE, batches, build, mlp
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import vector_to_parameters
 
-from curvlinops import HessianLinearOperator, KFACLinearOperator
+from curvlinops import CGInverseLinearOperator, HessianLinearOperator, KFACLinearOperator
+
+DIM, CLASSES = 53, torch.tensor([1.0, 1.5, 1.0])
 
 
 def _fused_adam(w: World) -> None:
@@ -34,6 +38,10 @@ def _own_forward(w: World) -> None:
     w.model.forward = MethodType(lambda self, x: 1.1 * Changeable.forward(self, x), w.model)
 
 
+def _set_data(x: Tensor) -> None:
+    x.data = 2 * x.data.flip(0)
+
+
 def _hook_on_loss(w: World) -> None:
     w.loss.weight = None
     w.loss.register_forward_hook(lambda m, i, out: 3 * out)
@@ -43,49 +51,99 @@ def _own_loss(w: World) -> None:
     w.loss.forward = lambda output, y: (output.pow(4).sum(1) * (y + 1)).mean()
 
 
-CHANGES: dict[str, Callable[[World], object]] = {
-    "in place": torch.no_grad()(lambda w: w.params[0].mul_(1.1)),
-    "data": lambda w: w.params[0].data.add_(0.1),
-    "data, assigned": lambda w: setattr(w.params[0], "data", w.params[0].data.flip(0)),
-    "foreach": lambda w: torch._foreach_mul_([p.data for p in w.params], 1.1),
-    "fused Adam": _fused_adam,
-    "state": lambda w: w.model.load_state_dict({n: 2 * x for n, x in w.model.state_dict().items()}),
-    "frozen": lambda w: w.model.frozen.data.mul_(1.1),
-    "frozen, assigned": lambda w: w.model.load_state_dict(
-        {"frozen": w.model.frozen * 1.1}, strict=False, assign=True
+#: What a user changes, and the tensor that is named inside of `linearized()` if it was written to.
+EVENTS: dict[str, tuple[Callable[[World], object], str | None]] = {
+    "in place": (torch.no_grad()(lambda w: w.params[0].mul_(1.1)), "first.weight"),
+    "same numbers": (torch.no_grad()(lambda w: w.params[0].mul_(1)), "first.weight"),
+    "foreach": (torch.no_grad()(lambda w: torch._foreach_mul_(w.params[1:], 2)), "first.bias"),
+    "fused Adam": (_fused_adam, None),  # PyTorch does not count this write
+    "state": (
+        lambda w: w.model.load_state_dict({n: 2 * x for n, x in w.model.state_dict().items()}),
+        "first.weight",
     ),
-    "buffer": lambda w: w.model.norm.running_mean.data.add_(0.2),
-    "buffer, replaced": lambda w: setattr(w.model.norm, "running_var", torch.rand(5).double()),
-    "plain tensor": lambda w: w.model.plain.data.mul_(1.1),
-    "array": lambda w: w.model.array.__imul__(1.1),
-    "train": lambda w: w.model.norm.train(),
-    "attribute": lambda w: setattr(w.model, "gain", 1.1),
-    "nested": lambda w: w.model.config["nested"].__setitem__(0, 0.1),
-    "submodule": lambda w: setattr(w.model, "act", nn.Sigmoid()),
-    "hook": lambda w: w.model.act.register_forward_hook(lambda m, i, out: 0.9 * out),
-    "forward": _own_forward,
-    "X": lambda w: w.data[0][0].data.mul_(1.1),
-    "X, numpy": lambda w: w.data[1][0].numpy().__imul__(1.1),
-    "y": lambda w: w.data[0][1].data.copy_((w.data[0][1] + 1) % 3),
-    "batch replaced": lambda w: w.data.__setitem__(0, (w.data[0][0] + 1, w.data[0][1])),
-    "batch added": lambda w: w.data.append((w.data[0][0] + 1, w.data[0][1])),
-    "batch removed": lambda w: w.data.pop(0),
-    "class weight": lambda w: w.loss.weight.data.mul_(torch.tensor([1.0, 1.5, 1.0])),
-    "smoothing": lambda w: setattr(w.loss, "label_smoothing", 0.3),
-    "ignore_index": lambda w: setattr(w.loss, "ignore_index", 1),
-    "reduction": lambda w: setattr(w.loss, "reduction", "sum"),
-    "loss, with a hook": _hook_on_loss,
-    "loss, with a forward": _own_loss,
+    "data": (lambda w: w.params[0].data.add_(0.1), None),
+    "data, assigned": (lambda w: _set_data(w.params[0]), "first.weight"),
+    "data, assigned twice": (lambda w: [_set_data(w.params[1]) for _ in range(2)], "first.bias"),
+    "vector": (lambda w: vector_to_parameters(torch.ones(DIM).double(), w.params), "first.weight"),
+    "frozen": (lambda w: w.model.frozen.add_(1), "frozen"),
+    "frozen, data": (lambda w: w.model.frozen.data.mul_(1.1), None),
+    "frozen, assigned": (
+        lambda w: w.model.load_state_dict(
+            {"frozen": w.model.frozen * 1.1}, strict=False, assign=True
+        ),
+        None,
+    ),
+    "buffer": (lambda w: w.model.norm.running_mean.add_(0.2), "norm.running_mean"),
+    "buffer, data": (lambda w: w.model.norm.running_mean.data.add_(0.2), None),
+    "buffer, replaced": (
+        lambda w: setattr(w.model.norm, "running_var", torch.rand(5).double()),
+        None,
+    ),
+    "plain tensor": (lambda w: w.model.plain.data.mul_(1.1), None),
+    "array": (lambda w: w.model.array.__imul__(1.1), None),
+    "train": (lambda w: w.model.norm.train(), None),
+    "step of training": (lambda w: w.model.train()(w.data[0][0]), "norm.num_batches_tracked"),
+    "attribute": (lambda w: setattr(w.model, "gain", 1.1), None),
+    "nested": (lambda w: w.model.config["nested"].__setitem__(0, 0.1), None),
+    "submodule": (lambda w: setattr(w.model, "act", nn.Sigmoid()), None),
+    "hook": (
+        lambda w: w.model.act.register_forward_hook(lambda m, i, out: 0.9 * out),
+        None,
+    ),
+    "forward": (_own_forward, None),
+    "X": (lambda w: w.data[0][0].data.mul_(1.1), None),
+    "X, numpy": (lambda w: w.data[1][0].numpy().__imul__(1.1), None),
+    "y": (lambda w: w.data[0][1].data.copy_((w.data[0][1] + 1) % 3), None),
+    "batch replaced": (
+        lambda w: w.data.__setitem__(0, (w.data[0][0] + 1, w.data[0][1])),
+        None,
+    ),
+    "batch added": (lambda w: w.data.append((w.data[0][0] + 1, w.data[0][1])), None),
+    "batch removed": (lambda w: w.data.pop(0), None),
+    "class weight": (lambda w: w.loss.weight.mul_(CLASSES), "weight of the loss"),
+    "class weight, data": (lambda w: w.loss.weight.data.mul_(CLASSES), None),
+    "smoothing": (lambda w: setattr(w.loss, "label_smoothing", 0.3), None),
+    "ignore_index": (lambda w: setattr(w.loss, "ignore_index", 1), None),
+    "reduction": (lambda w: setattr(w.loss, "reduction", "sum"), None),
+    "loss, with a hook": (_hook_on_loss, None),
+    "loss, with a forward": (_own_loss, None),
 }
+SOME = ["in place", "frozen", "X", "batch added", "class weight", "hook"]
+IN_TRAIN_MODE = ["train", "step of training"]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("case", ["hessian", "fisher"])
+@pytest.mark.parametrize("case, event", [*product(["hessian"], EVENTS), *product(["fisher"], SOME)])
 @pytest.mark.filterwarnings("ignore:BatchNorm in train mode")  # said as at construction
-def test_changes(case: str, change: str):
-    w = World()
-    if (case, change) != ("fisher", "train"):  # which is refused, see below
-        assert w.follows(case, lambda: CHANGES[change](w)) > 1e-6
+def test_changes(case: str, event: str):
+    w, (change, _) = World(), EVENTS[event]
+    assert w.follows(case, lambda: change(w)) > 1e-6 or event == "same numbers"
+
+
+OPERATORS = {name: case.build for name, case in ALL.items()} | {
+    "sum": lambda p: ALL["hessian"].build(p) - 2 * ALL["ggn"].build(p),
+    "CG": lambda p: CGInverseLinearOperator(ALL["ggn"].build(p).damped(1.0), rtol=1e-12),
+}
+WRITES = [event for event, (_, name) in EVENTS.items() if name]
+#: Operators made of others, and those without a loss.
+OTHERS = ["gradients", "transposed", "sum", "CG"]
+
+
+@pytest.mark.parametrize(
+    "case, event",
+    [*product(["hessian"], WRITES), *product(OTHERS, ["foreach", "step of training"])],
+)
+def test_writes_inside_are_refused_by_name(case: str, event: str):
+    w, (change, name) = World(), EVENTS[event]
+    A = OPERATORS[case](w.problem)
+    v, match = vectors(A), f"'{name}' was overwritten inside of linearized"
+    with pytest.raises(RuntimeError, match=match), A.linearized():
+        A @ v
+        change(w)
+        with pytest.raises(RuntimeError, match=match):
+            A @ v
+        A @ v
+    w.model.eval()
+    assert error(A @ v, OPERATORS[case](w.problem) @ v) <= 1e-9
 
 
 # --- numbers that code reads

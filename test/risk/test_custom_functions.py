@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from contract import CASES, Case, error, matrix, vectors
 from models import Using
 from problems import Problem
 from small import CE, batches
+from tables import core
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -152,8 +154,17 @@ RIGHT: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("name", RIGHT)
+DTYPES = torch.float64, torch.float32
+PRECISE, ROUNDED = (torch.float64, 1e-12), (torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, tolerance",
+    core(
+        [*((name, *PRECISE) for name in RIGHT), ("saves its input", *ROUNDED)],
+        ((name, *ROUNDED) for name in RIGHT),
+    ),
+)
 def test_right_functions(name: str, dtype: torch.dtype, tolerance: float):
     function, twin = RIGHT[name]
     found, plain = (problem(net(f).to(dtype)) for f in (function, twin))
@@ -334,6 +345,7 @@ def attending(f: Callable, share: float) -> tuple[Callable, dict[str, nn.Module]
 
 PARTS = {"gate": gated, "adapter": adapted, "attention": attending}
 SHARES_OF_PARTS = [1.0, 1e-1, 1e-2, 1e-3, 1e-5, 1e-8]
+FEW_SHARES = [1.0, 1e-3, 1e-8]
 
 
 def with_part(part: str, f: Callable, share: float, dtype: torch.dtype) -> Problem:
@@ -342,10 +354,16 @@ def with_part(part: str, f: Callable, share: float, dtype: torch.dtype) -> Probl
     return problem(Using(forward, **layers).to(dtype), batches(20, 20))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("share", SHARES_OF_PARTS)
-@pytest.mark.parametrize("function", [Detaching, Forgetful])
-@pytest.mark.parametrize("part", ["gate", "adapter"])
+@pytest.mark.parametrize(
+    "part, function, share, dtype",
+    core(
+        [
+            *product(["gate"], [Detaching], FEW_SHARES, DTYPES),
+            *product(["adapter"], [Detaching, Forgetful], FEW_SHARES, DTYPES[:1]),
+        ],
+        product(["gate", "adapter"], [Detaching, Forgetful], SHARES_OF_PARTS, DTYPES),
+    ),
+)
 def test_wrong_functions_in_small_parts(
     part: str, function: type[torch.autograd.Function], share: float, dtype: torch.dtype
 ):
@@ -356,9 +374,10 @@ def test_wrong_functions_in_small_parts(
             refused(case, with_part(part, function.apply, share, dtype), function.__name__)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("share", SHARES_OF_PARTS)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part, share, dtype",
+    core(product(PARTS, FEW_SHARES, DTYPES), product(PARTS, SHARES_OF_PARTS, DTYPES)),
+)
 def test_right_functions_in_small_parts(part: str, share: float, dtype: torch.dtype):
     """They are compared without a warning, also where a true gradient is zero."""
     found, plain = (with_part(part, f, share, dtype) for f in (Custom.apply, torch.sin))
@@ -428,10 +447,10 @@ def test_a_graph_is_compared_once(case: str):
     model = net(lambda h: calls.append(len(h)) or Custom.apply(h))
     model.unused = nn.Linear(2, 2).double()
     A = CASES[case].build(problem(model))
-    for product in range(3):
+    for number in range(3):
         calls.clear()
         A @ vectors(A, 2)
-        assert calls == [4, 2] or not product
+        assert calls == [4, 2] or not number
 
 
 # --- derivatives that are meant to be others
@@ -571,27 +590,30 @@ def mixed(function: type[torch.autograd.Function], share: float) -> Callable:
     return loss
 
 
-SHARES = [1.0, 0.5, 0.2, 0.1, 0.05]
+FUSED = [Saved, Kept, Differentiating]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("function", [Saved, Kept, Differentiating])
+@pytest.mark.parametrize(
+    "function, share, dtype",
+    core(product(FUSED, [1.0, 0.05], DTYPES), product(FUSED, [0.5, 0.2, 0.1], DTYPES)),
+)
 def test_fused_losses(function: type[torch.autograd.Function], share: float, dtype: torch.dtype):
-    """The empirical Fisher and gradients of samples need the gradient only."""
-    options = {"loss": mixed(function, share), "reduction": "mean"}
     for case in ("hessian", "ggn"):
-        found = problem(net(torch.tanh).to(dtype), **options)
+        found = problem(net(torch.tanh).to(dtype), loss=mixed(function, share), reduction="mean")
         refused(case, found, f"{REFUSED}.*{function.__name__}")
-    found, plain = problem(net(Once.apply), **options), problem(net(torch.sin))
-    for case in ("fisher", "gradients"):
-        agrees(CASES[case], found, CASES[case].dense(plain), 1e-12)
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("function", FUSED)
+def test_first_derivatives_of_fused_losses(function: type[torch.autograd.Function]):
+    """The empirical Fisher and gradients of samples need the gradient only."""
+    found = problem(net(Once.apply), loss=mixed(function, 0.5), reduction="mean")
+    for case in map(CASES.get, ("fisher", "gradients")):
+        agrees(case, found, case.dense(problem(net(torch.sin))), 1e-12)
+
+
 @pytest.mark.parametrize("function, twin", [(torch.tanh, torch.tanh), (Custom.apply, torch.sin)])
-def test_losses_with_right_functions(function: Callable, twin: Callable, share: float):
-    found = problem(net(function), loss=mixed(Recomputed, share), reduction="mean")
+def test_losses_with_right_functions(function: Callable, twin: Callable):
+    found = problem(net(function), loss=mixed(Recomputed, 0.5), reduction="mean")
     for case in map(CASES.get, ("hessian", "ggn", "fisher", "gradients")):
         agrees(case, found, case.dense(problem(net(twin))), 1e-12)
 
@@ -624,9 +646,13 @@ def of_last(function: Callable, share: float) -> Callable:
     return loss
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("share", SHARES_OF_PARTS)
-@pytest.mark.parametrize("sizes", [(4, 2), (1,)])
+@pytest.mark.parametrize(
+    "sizes, share, dtype",
+    core(
+        [*product([(4, 2)], FEW_SHARES, DTYPES), *product([(1,)], FEW_SHARES, DTYPES[:1])],
+        product([(4, 2), (1,)], SHARES_OF_PARTS, DTYPES),
+    ),
+)
 def test_functions_of_one_output_in_losses(sizes: tuple, share: float, dtype: torch.dtype):
     def found(function: Callable) -> Problem:
         options = {"loss": of_last(function, share), "reduction": "sum"}

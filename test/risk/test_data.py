@@ -4,6 +4,7 @@ import multiprocessing
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import ALL, error, matrix, vectors
+from tables import core
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -219,8 +221,13 @@ USES: dict[str, Callable[[curvlinops.TorchLinearOperator], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("case", ["hessian", "ggn", "fisher", "gradients", "kfac"])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    "persistent, case",
+    core(
+        [(False, "hessian"), (True, "hessian"), (True, "gradients"), (False, "kfac")],
+        product([False, True], ["ggn", "fisher"]),
+    ),
+)
 def test_workers(persistent: bool, case: str):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))

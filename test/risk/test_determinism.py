@@ -11,7 +11,6 @@ from models import Using
 from problems import Problem
 from torch import Tensor, nn
 
-import curvlinops
 from curvlinops.autodiff import backward
 
 N = 8
@@ -85,22 +84,6 @@ def test_construction_evaluates_the_first_batch_twice(
     assert net.seen.sizes.count(N) == 2 + len(counted[1:])
     assert net.seen.sizes.count(2) == len(net.seen.sizes) - net.seen.sizes.count(N) <= 2
     assert not passes
-
-
-OPTIONS = [
-    (curvlinops.GGNLinearOperator, {"mc_samples": -1}),
-    (curvlinops.FisherMCLinearOperator, {"mc_samples": 0}),
-    (curvlinops.GGNDiagonalLinearOperator, {"seed": -1}),
-    (curvlinops.EFLinearOperator, {"terms": "terms"}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), OPTIONS)
-def test_options_are_checked_before_the_model_is_evaluated(kind: type, options: dict):
-    net = Counting()
-    with pytest.raises(ValueError, match=next(iter(options))):
-        kind(net, CE, list(net.parameters()), [batch()], **options)
-    assert net.seen.sizes == ()
 
 
 class Shaky:

@@ -324,8 +324,7 @@ def test_rounding_is_no_interaction(kind: str, dtype: torch.dtype):
         build_with(rounded_by_others)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("sizes", [[2, 2, 3], [3, 2, 2], [4, 3]], ids=str)
+@pytest.mark.parametrize("mode, sizes", [("sum", [2, 2, 3]), ("mean", [3, 2, 2]), ("max", [4, 3])])
 @pytest.mark.parametrize("kind", ["H", "G", "rows", "EF", "EKFAC"])
 def test_bags_with_offsets(kind: str, sizes: list[int], mode: str):
     """The last bag of a part of a batch would get all entries behind it."""
@@ -394,9 +393,14 @@ class Switched(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:std.*degrees of freedom:UserWarning")
-@pytest.mark.parametrize("kind", ["H", "J", "rows", "KFAC"])
-@pytest.mark.parametrize("function", INTERACTING)
-@pytest.mark.parametrize("gate, is_buffer", [(-1.0, False), (0.0, False), (0.0, True)])
+@pytest.mark.parametrize(
+    "kind, function, gate, is_buffer",
+    [
+        *((kind, f, -1.0, False) for kind in ("H", "rows") for f in INTERACTING),
+        *((kind, f, 0.0, is_buffer) for kind in ("H", "J", "rows", "KFAC")
+          for f in (rolled, quantized) for is_buffer in (False, True)),
+    ],
+)  # fmt: skip
 def test_samples_are_seen_alone_once_for_a_model(
     kind: str, function: Callable, gate: float, is_buffer: bool
 ):

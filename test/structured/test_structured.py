@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from structured_cases import (
     stacked,
     weight_and_bias,
 )
+from tables import core
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -56,9 +58,19 @@ from curvlinops.structured import factor as factor_module
 from curvlinops.structured.factor import Factor, small_inverses
 from curvlinops.structured.layout import Layout, ParameterView
 
+#: Of these, what is made is of another kind.
+KINDS = [
+    "itself",
+    "damped twice",
+    "scaled after damping",
+    "inverse",
+    "damped inverse",
+    "power zero",
+]
+KINDS += ["eigendecomposition", "decomposition, damped", "float32"]
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ALL)
+
+@pytest.mark.parametrize("name, change", core(product(ALL, KINDS), product(ALL, CHANGES)))
 def test_everything(name: str, change: str):
     """Every quantity of every operator, also of those made from it."""
     operator, matrix = CHANGES[change](*ALL[name]())
@@ -127,8 +139,8 @@ def test_sums_with_the_identity_keep_its_names(flat: StructuredLinearOperator, o
     ):
         found = operator @ x
         assert {name: tuple(value.shape) for name, value in found.items()} == NAMED.shapes
-        product = torch.cat([value.flatten() for value in found.values()])
-        torch.testing.assert_close(product, expected @ vector)
+        joined = torch.cat([value.flatten() for value in found.values()])
+        torch.testing.assert_close(joined, expected @ vector)
     torch.testing.assert_close(total.logdet(), matrix.logdet())
     torch.testing.assert_close(total.diagonal(), matrix.diagonal())
 
@@ -696,10 +708,10 @@ def test_functions_of_the_diagonal_of_the_ggn_do_not_follow_the_model():
     data, params = [(X, randn(5, 2))], list(model.parameters())
     D = GGNDiagonalLinearOperator(model, nn.MSELoss(), params, data)
     v, fixed = randn(8), (D.structure, 2 * D, D + Identity(D.space), D @ D, D**0.5, D.inverse(1.0))
-    before, product = [operator @ v for operator in fixed], D @ v
+    before, old = [operator @ v for operator in fixed], D @ v
     with torch.no_grad():
         params[0].mul_(2)
-    assert not torch.equal(D @ v, product)
+    assert not torch.equal(D @ v, old)
     for operator, expected in zip(fixed, before, strict=True):
         assert isinstance(operator, StructuredLinearOperator)
         torch.testing.assert_close(operator @ v, expected, rtol=0, atol=0)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -55,6 +56,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.extensive
 def test_versions_without_a_private_handle():
     command = [sys.executable, "-c", WITHOUT, *HANDLES]
     found = subprocess.run(command, capture_output=True, text=True)
@@ -187,6 +189,7 @@ assert "torch._dynamo" in sys.modules and torch.compile.__module__ == "torch"
 """
 
 
+@pytest.mark.extensive
 def test_products_import_without_warnings_what_they_use():
     subprocess.run([sys.executable, "-W", "error", "-c", PRODUCTS], check=True)
 
