@@ -1,6 +1,7 @@
 """Losses without a closed form: sums or means over samples."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.torch_internals import modules_of
 from curvlinops.support.warnings import first_line, warn
 
 Tensors = Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class AdditiveLoss(Loss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        self.modules = modules_of(find_modules(module))
+        self.modules = [*chain(*find_modules(module))]
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""

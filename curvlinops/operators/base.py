@@ -356,7 +356,7 @@ class DataLinearOperator(TorchLinearOperator):
             return
         if self._adds_data:
             shards.check_processes(self.process_group)
-        for root in find_modules(self.loss_func):
+        for root, *_ in find_modules(self.loss_func):
             if root is not self.risk.model.module:
                 check_complete(dict(root.named_parameters()))
 

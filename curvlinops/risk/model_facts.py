@@ -94,7 +94,7 @@ class ModelFacts:
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
         self.is_evaluated, self.graph_bytes = True, footprint([output], nodes=nodes)
-        self.has_checkpoints = any(map(has_hooks_on_saved, nodes))
+        self.has_checkpoints = has_hooks_on_saved(nodes)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 
