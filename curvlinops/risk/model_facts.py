@@ -20,6 +20,7 @@ from curvlinops.support.autograd_graph import (
     footprint,
     graph_nodes,
     has_hooks_on_saved,
+    is_users,
     leaf_variables,
     loses_graph,
     precisions,
@@ -151,7 +152,7 @@ class UserFunctions:
                     lost.append(node.name())
 
         # the user's functions are compared
-        nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
+        nodes = [x for x in graph_nodes(output) if not is_users(x) and x.next_functions]
         handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
             yield

@@ -65,7 +65,7 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
 def custom_functions(nodes: Iterable[Any]) -> set[str]:
     """Return the names of the user's own autograd functions in a graph."""
     kinds = {type(node): node for node in nodes}
-    return {node.name().removesuffix("Backward") for node in kinds.values() if _is_custom(node)}
+    return {node.name().removesuffix("Backward") for node in kinds.values() if is_users(node)}
 
 
 def is_custom(node: Any, function: type | None = None) -> bool:
@@ -74,7 +74,8 @@ def is_custom(node: Any, function: type | None = None) -> bool:
     return has_function and (function is None or function_of(node) is function)
 
 
-def _is_custom(node: Any) -> bool:
+def is_users(node: Any) -> bool:
+    """Return whether a node is that of one of the user's own autograd functions."""
     if not is_custom(node):
         return False
     return function_of(node).__module__.partition(".")[0] != __name__.partition(".")[0]
@@ -97,11 +98,10 @@ def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
     Zeros may be constant, or zero by accident, as behind a gate before its first step. Then the
     node is called with random gradients.
     """
-    arrived = [x for x in given if x is not None]
-    if not (arrived and all(x.requires_grad for x in arrived)):
+    parts, arrived = _without_graph(returned), [x for x in given if x is not None]
+    if not (parts and arrived and all(x.requires_grad for x in arrived)):
         return False
-    parts = _without_graph(returned)
-    if parts and not any(map(torch.any, parts)) and can_be_called(node):
+    if not any(map(torch.any, parts)) and can_be_called(node):
         generator = torch.Generator(parts[0].device).manual_seed(0)
         with suppress(Exception):  # nodes are not written for being called like this
             others = [x if x is None else _drawn_like(x, generator) for x in given]
@@ -118,7 +118,7 @@ def _drawn_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _without_graph(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     """Return the dense tensors of gradients that have no graph."""
-    constant = (x for x in gradients if x is not None and not x.requires_grad)
+    constant = [x for x in gradients if x is not None and not x.requires_grad]
     return [part for x in constant for part in strided_tensors(x) if part.numel()]
 
 

@@ -35,6 +35,8 @@ _OTHER_RESULTS = (
 #: The modules of types and functions that compute the same twice, if no random number is drawn.
 _KNOWN = re.compile(r"builtins|torch|torch\.nn\..*|torch\._C.*")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
+#: Values without code of their own.
+_PLAIN = {type(None), bool, int, float, str, Tensor, nn.Parameter}
 
 
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
@@ -131,7 +133,8 @@ def _is_known_risk(risk: EmpiricalRisk) -> bool:
 def _is_known(part: Any) -> bool:
     """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
     if type(part) in _CONTAINERS:
-        return all(map(_is_known, part.values() if isinstance(part, dict) else part))
+        values = part.values() if isinstance(part, dict) else part
+        return all(_is_known(x) for x in values if type(x) not in _PLAIN)
     named = part if hasattr(part, "__qualname__") else type(part)  # a function, or an object
     is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
     # its modules, hooks and functions
