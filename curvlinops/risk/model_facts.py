@@ -84,13 +84,8 @@ class ModelFacts:
     loss_needs_graph: bool = False
     adds_up: bool = False  # the loss is the sum of its samples' losses, as far as was compared
     lacks_derivative: bool = False  # the model can be differentiated only once
-    lacks_tangents: bool = False  # forward mode fails on the model
-    #: Whether kept gradients of samples are faster than a kept graph, if that is known.
-    prefers_rows: bool | None = None
     #: Hashes of the operations of graphs: their custom functions were compared.
     compared: set[int] = field(default_factory=set)
-    #: Hashes of the operations of graphs: their backward pass has kept its own graph.
-    kept: set[int] = field(default_factory=set)
 
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
@@ -99,11 +94,28 @@ class ModelFacts:
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 
+class Seen:
+    """What was seen of a model and its graphs, by hashes of their operations.
+
+    All operators on a model share it. What the user's code does may change from one to the next.
+    """
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        self.alone = set[Hashable]()  # samples had the same numbers alone
+        #: A backward pass has kept its own graph, from a cotangent with or without one.
+        self.kept = set[tuple[int, bool]]()
+        self.lacks_tangents = False  # forward mode fails on the model
+        #: Whether kept gradients of samples are faster than a kept graph, by kind of terms.
+        self.prefers_rows = dict[str, bool]()
+
+
 class UserFunctions:
     """The user's own autograd functions and hooks in the graph of a forward pass."""
 
-    def __init__(self, facts: ModelFacts):
-        self._facts, self._are_compared = facts, False
+    def __init__(self, facts: ModelFacts, seen: Seen):
+        self._facts, self._seen, self._are_compared = facts, seen, False
         self._names = set[str]()
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
@@ -129,19 +141,21 @@ class UserFunctions:
         are_known = self._are_compared or self.operations in self._facts.compared
         return [] if are_known else self.names
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no backward pass of such a graph is known to keep its own graph."""
-        return self.operations not in self._facts.kept
+    def is_new(self, cotangent: Tensor | None) -> bool:
+        """Return whether no such backward pass of such a graph is known to keep its own graph."""
+        return self._key(cotangent) not in self._seen.kept
+
+    def _key(self, cotangent: Tensor | None) -> tuple[int, bool]:
+        return self.operations, cotangent is not None and cotangent.requires_grad
 
     @contextmanager
-    def keeping_graph(self, output: Tensor) -> Iterator[None]:
+    def keeping_graph(self, output: Tensor, cotangent: Tensor | None) -> Iterator[None]:
         """Watch a backward pass that is differentiated, if its graph is new.
 
         A node that loses its graph, as that of sparse tensors does, is refused: products would lack
         a part.
         """
-        if not self.is_new:
+        if not self.is_new(cotangent):
             yield
             return
         lost: list[str] = []
@@ -165,7 +179,7 @@ class UserFunctions:
                 "products would lack a part. Replace the operation by one whose backward is "
                 "differentiable, such as dense tensors in place of sparse ones."
             )
-        self._facts.kept.add(self.operations)
+        self._seen.kept.add(self._key(cotangent))
 
     def were_compared(self, is_complete: bool) -> None:
         """Remember that those of this graph were compared; for other graphs if it ``is_complete``.
