@@ -33,12 +33,11 @@ _PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 def find_modules(function: Any) -> list[list[nn.Module]]:
     """Return the modules that a function, a module or an object uses, as far as that can be seen.
 
-    Each list begins with a module, and has those of its children that no earlier list has.
-
-    Containers of at most 1000 items, closures, and the globals that code names are followed. Of
-    other objects, such as a trainer, those attributes count whose names occur in the code that is
-    found: a trainer may have modules that the function does not use. Code of installed packages is
-    not searched. A module comes first.
+    Each list begins with a module, and has those of its children that no earlier list has. A module
+    comes first. Containers of at most 1000 items, closures, and the globals that code names are
+    followed. Of other objects, such as a trainer, those attributes count whose names occur in the
+    code that is found: a trainer may have modules that the function does not use. Code of installed
+    packages is not searched.
     """
     names, size = {"forward", "__call__"}, 0
     while len(names) > size:  # code that was found last may name attributes that were met before

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
-from curvlinops.autodiff.custom_functions import (
-    Gradient,
-    check_derivative,
-    directions,
-)
+from curvlinops.autodiff.custom_functions import Gradient, check_derivative, directions
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.used_modules import find_modules

@@ -262,8 +262,7 @@ class DataLinearOperator(TorchLinearOperator):
         with self._team.raise_on_all_ranks(), comparing, exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
-        budget = budget_of(self.cache, self.device)
-        return Linearization(type(self).__name__, budget, tensors)
+        return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)
 
     @contextmanager
     def _batches(

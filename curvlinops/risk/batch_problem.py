@@ -53,7 +53,7 @@ class BatchProblem:
     def __init__(self, risk: Any, batch: Batch, space: ParameterSpace | None = None):
         self.risk, self.batch = risk, batch
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
-        self.leaves = risk.model.leaves
+        self.leaves, self.seen = risk.model.leaves, self.rules(Seen)
         #: The user's own functions in the graph of the last forward pass.
         self.functions = UserFunctions(risk.facts, self.seen)
         self._has_seen_loss = False
@@ -118,11 +118,6 @@ class BatchProblem:
             with preserved_rng(), self.recording("once"):
                 pass
         return self.risk.facts
-
-    @property
-    def seen(self) -> Seen:
-        """What was seen of the model, by any operator."""
-        return self.rules(Seen)
 
     @property
     def loss_needs_graph(self) -> bool:

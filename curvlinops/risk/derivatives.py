@@ -202,7 +202,7 @@ def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
     w = torch.zeros_like(output).requires_grad_()
-    if problem.functions.is_new(w):  # zeros would hide what a graph loses
+    if problem.functions.key(w) not in problem.seen.kept:  # zeros would hide what a graph loses
         w = torch.empty_like(w).normal_(generator=seeded(w.device, 0)).requires_grad_()
     transposed, names = _vjp_with_graph(problem, output, w, leaves)
 
@@ -267,9 +267,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     (4 MiB on the CPU), where a second forward pass takes long, are therefore built in a pass of
     their own, after one for the tangents alone.
     """
-    facts = problem.learned()
-    is_small = 16 * facts.graph_bytes <= bytes_of_pass(problem.space.device)
-    together = is_small and not facts.has_checkpoints
+    together = 16 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
         if together:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -66,9 +67,7 @@ class ModelFacts:
     train_flags: tuple[bool, ...] | None = None
     rules: Rules | None = None  # of layers, once they are needed
     is_evaluated: bool = False  # so that the other facts are known
-    graph_bytes: int = 0
-    #: Whether hooks replace what the graph saves, which ``graph_bytes`` does not count.
-    has_checkpoints: bool = False
+    graph_bytes: float = 0  # infinite if hooks replace what the graph saves
     #: The names of hooks that model or loss register, which may change gradients.
     hooks: set[str] = field(default_factory=set)
     #: Whether the model differentiates itself, as meta-learning does, so that its parameters have
@@ -89,26 +88,21 @@ class ModelFacts:
 
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
-        self.is_evaluated, self.graph_bytes = True, footprint([output], nodes=nodes)
-        self.has_checkpoints = has_hooks_on_saved(nodes)
+        self.is_evaluated = True
+        self.graph_bytes = inf if has_hooks_on_saved(nodes) else footprint([output], nodes=nodes)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 
 class Seen:
-    """What was seen of a model and its graphs, by hashes of their operations.
-
-    All operators on a model share it. What the user's code does may change from one to the next.
-    """
+    """What any operator has seen of a model and its graphs, by hashes of their operations."""
 
     is_shared = True
 
     def __init__(self) -> None:
         self.alone = set[Hashable]()  # samples had the same numbers alone
-        #: A backward pass has kept its own graph, from a cotangent with or without one.
-        self.kept = set[tuple[int, bool]]()
+        self.kept = set[tuple[int, bool]]()  # backward passes kept their own graph, by ``key``
         self.lacks_tangents = False  # forward mode fails on the model
-        #: Whether kept gradients of samples are faster than a kept graph, by kind of terms.
-        self.prefers_rows = dict[str, bool]()
+        self.prefers_rows = dict[str, bool]()  # kept gradients are faster than a graph, by terms
 
 
 class UserFunctions:
@@ -141,11 +135,8 @@ class UserFunctions:
         are_known = self._are_compared or self.operations in self._facts.compared
         return [] if are_known else self.names
 
-    def is_new(self, cotangent: Tensor | None) -> bool:
-        """Return whether no such backward pass of such a graph is known to keep its own graph."""
-        return self._key(cotangent) not in self._seen.kept
-
-    def _key(self, cotangent: Tensor | None) -> tuple[int, bool]:
+    def key(self, cotangent: Tensor | None) -> tuple[int, bool]:
+        """Return the key in ``Seen.kept`` of a backward pass that begins with a cotangent."""
         return self.operations, cotangent is not None and cotangent.requires_grad
 
     @contextmanager
@@ -155,7 +146,7 @@ class UserFunctions:
         A node that loses its graph, as that of sparse tensors does, is refused: products would lack
         a part.
         """
-        if not self.is_new(cotangent):
+        if (key := self.key(cotangent)) in self._seen.kept:
             yield
             return
         lost: list[str] = []
@@ -179,7 +170,7 @@ class UserFunctions:
                 "products would lack a part. Replace the operation by one whose backward is "
                 "differentiable, such as dense tensors in place of sparse ones."
             )
-        self._seen.kept.add(self._key(cotangent))
+        self._seen.kept.add(key)
 
     def were_compared(self, is_complete: bool) -> None:
         """Remember that those of this graph were compared; for other graphs if it ``is_complete``.

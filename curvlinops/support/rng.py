@@ -61,10 +61,8 @@ class GeneratorStates:
     def __init__(self) -> None:
         self._python, self._words = random.getstate(), _words()
         self._numpy = _numpy_state(self._words)
-        # a second normal number may wait, which words do not show
-        self._is_plain = self._words is not None and not self._numpy["has_gauss"]
-        if not self._is_plain:
-            self._numpy = np.random.get_state(legacy=False)
+        if self._words is None or self._numpy["has_gauss"]:  # words do not show such a number
+            self._words, self._numpy = None, np.random.get_state(legacy=False)
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
@@ -80,13 +78,13 @@ class GeneratorStates:
         random.setstate(self._python)
         if not self._has_numpy():
             np.random.set_state(self._numpy)
-            if not self._is_plain:  # other states with these words may be remembered
+            if self._words is None:  # other states with these words may be remembered
                 _numpy_state.cache_clear()
         for generator, state in self._torch:
             generator.set_state(state)
 
     def _has_numpy(self) -> bool:
-        if self._is_plain:
+        if self._words is not None:
             return self._words == _words()
         return repr(self._numpy) == repr(np.random.get_state(legacy=False))
 

@@ -82,20 +82,20 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
 
 def check_interaction(problem: Any, seen: Any) -> None:
     """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
-    known = problem.seen.alone
-    if seen.operations in known or _may_interact(problem):
+    known, operations = problem.seen.alone, problem.functions.operations
+    if operations in known or _may_interact(problem):
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
     if seen.runs_users_code:
-        check_gradients(problem, seen.operations)
+        check_gradients(problem, operations)
     if problem.model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
     parts = chain(*map(strided_tensors, problem.model.tensors().values()))
     are_any = [x.any().cpu() for x in parts if x.numel() and not (x.is_meta or x.is_quantized)]
     if bool(torch.stack(are_any).all()):
-        known.add(seen.operations)
+        known.add(operations)
 
 
 def interaction(problem: Any, where: str = "") -> ValueError:

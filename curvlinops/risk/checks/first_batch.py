@@ -35,8 +35,6 @@ _OTHER_RESULTS = (
 #: The modules of types and functions that compute the same twice, if no random number is drawn.
 _KNOWN = re.compile(r"builtins|torch|torch\.nn\..*|torch\._C.*")
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
-#: Values without code of their own.
-_PLAIN = {type(None), bool, int, float, str, Tensor, nn.Parameter}
 
 
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
@@ -68,7 +66,6 @@ class Observed(NamedTuple):
     output: Tensor  # without its graph
     result: Tensor  # the loss, or the output if there is none
     gradient: Columns  # sketches by parameter, if it may differ though losses do not
-    operations: int  # a hash of the graph's operations
     runs_users_code: bool  # whether hooks, or own functions, run in the backward pass
     repeats: bool  # whether a second evaluation is known to have the same numbers
 
@@ -90,15 +87,14 @@ def observe(problem: BatchProblem) -> Observed:
         if problem.loss is not None:
             with problem.formulas():
                 result, _ = problem.loss_sum(output)
-        nodes = graph_nodes(result)
-        draws, runs_users_code = not states.are_current(), problem.runs_users_code(nodes)
+        draws, nodes = not states.are_current(), graph_nodes(result)
+        runs_users_code = problem.runs_users_code(nodes)
         if problem.loss is not None and (draws or runs_users_code):
             gradient = sketches(result, None, params)
     output, result = output.detach(), result.detach()
     is_written = versions != [*map(version_of, batch)]
     repeats = not (draws or runs_users_code or is_written) and _is_known_risk(problem.risk)
-    operations = hash(tuple(node.name() for node in nodes))
-    return Observed(data, output, result, gradient, operations, runs_users_code, repeats)
+    return Observed(data, output, result, gradient, runs_users_code, repeats)
 
 
 def check_same(first: Observed, second: Observed) -> None:
@@ -133,8 +129,7 @@ def _is_known_risk(risk: EmpiricalRisk) -> bool:
 def _is_known(part: Any) -> bool:
     """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
     if type(part) in _CONTAINERS:
-        values = part.values() if isinstance(part, dict) else part
-        return all(_is_known(x) for x in values if type(x) not in _PLAIN)
+        return all(map(_is_known, part.values() if isinstance(part, dict) else part))
     named = part if hasattr(part, "__qualname__") else type(part)  # a function, or an object
     is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
     # its modules, hooks and functions
