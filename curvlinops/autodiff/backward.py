@@ -143,7 +143,8 @@ def canonical(cotangent: Tensor) -> Tensor:
 
     The stride of an axis of length one is arbitrary, but ``native_batch_norm_backward`` reads it.
     """
-    return cotangent.reshape(-1).reshape(cotangent.shape)
+    is_canonical = cotangent.is_contiguous() and 1 not in cotangent.shape
+    return cotangent if is_canonical else cotangent.reshape(-1).reshape(cotangent.shape)
 
 
 def batched_vjp(

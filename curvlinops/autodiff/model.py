@@ -5,6 +5,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from curvlinops.linear_operator.space import dtype_of_vectors
 from curvlinops.support.arguments import MAPPINGS, nearest
 from curvlinops.support.torch_internals import (
     distributed_tensors,
-    modules_of,
     tensor_tables,
     with_attributes,
     without_hooks,
@@ -125,13 +125,13 @@ class Model(ABC):
 
     def _find_modules(self) -> None:
         """Find the modules that the model uses now, once for a pass over the data."""
-        self.roots = find_modules(self.source)
-        self.modules = modules_of(self.roots)
+        self._found = find_modules(self.source)
+        self.roots, self.modules = [x[0] for x in self._found], [*chain(*self._found)]
 
     @property
     def train_flags(self) -> tuple[bool, ...]:
         """The train flag of each module."""
-        return tuple(module.training for module in self.modules)
+        return tuple([module.training for module in self.modules])
 
     def _read(self) -> dict[str, Tensor]:
         """Return the parameters that the user's dictionary has now."""
@@ -243,7 +243,7 @@ class ModuleModel(Model):
         tensors = {
             id(x): with_attributes(values[n], x) for n, x in targets.items() if n not in sharded
         }
-        tables = (tensor_tables(module)[0] for module in modules_of([self.module]))
+        tables = (tensor_tables(module)[0] for module in self._found[0])
         present = {id(x): x for table in tables for x in table.values() if x is not None}
         if missing := [name for name, x in targets.items() if id(x) not in present]:
             raise ValueError(
@@ -377,7 +377,7 @@ def eval_mode(model_func: Any) -> Iterator[None]:
     ``train()`` and ``eval()`` are not called: what else a module does there, such as merging an
     adapter into its weights, need not be reversible.
     """
-    modules = modules_of(find_modules(model_func))
+    modules = [*chain(*find_modules(model_func))]
     flags = [module.training for module in modules]
     try:
         for module in modules:

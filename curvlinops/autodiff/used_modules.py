@@ -30,32 +30,33 @@ _MOST_ITEMS = 1000
 _PLAIN = (Tensor, str, bytes, int, float, complex, type(None))
 
 
-def find_modules(function: Any) -> list[nn.Module]:
+def find_modules(function: Any) -> list[list[nn.Module]]:
     """Return the modules that a function, a module or an object uses, as far as that can be seen.
 
-    Containers of at most 1000 items, closures, and the globals that code names are followed. Of
-    other objects, such as a trainer, those attributes count whose names occur in the code that is
-    found: a trainer may have modules that the function does not use. Code of installed packages is
-    not searched. A module comes first.
+    Each list begins with a module, and has those of its children that no earlier list has. A module
+    comes first. Containers of at most 1000 items, closures, and the globals that code names are
+    followed. Of other objects, such as a trainer, those attributes count whose names occur in the
+    code that is found: a trainer may have modules that the function does not use. Code of installed
+    packages is not searched.
     """
     names, size = {"forward", "__call__"}, 0
     while len(names) > size:  # code that was found last may name attributes that were met before
         size = len(names)
-        modules = _search(function, names)
-    return modules
+        found = _search(function, names)
+    return found
 
 
-def _search(function: Any, names: set[str]) -> list[nn.Module]:
+def _search(function: Any, names: set[str]) -> list[list[nn.Module]]:
     """Follow attributes of these names; add the names that occur in the code that is found."""
-    modules: list[nn.Module] = []
+    found: list[list[nn.Module]] = []
     stack, seen = [function], dict[int, Any]()  # objects are kept alive, so that ids are unique
     while stack:
         part = stack.pop()
         if id(part) in seen or isinstance(part, _PLAIN):
             continue
         if isinstance(part, nn.Module):
-            modules.append(part)
-            for module in modules_of([part]):
+            found.append([x for x in modules_of([part]) if id(x) not in seen])
+            for module in found[-1]:
                 seen[id(module)] = module
                 stack += _attributes(module, names)
             continue
@@ -74,7 +75,7 @@ def _search(function: Any, names: set[str]) -> list[nn.Module]:
                 stack += [value for name, value in vars(part).items() if name in names]
         elif not isinstance(part, type):
             stack += [getattr(part, "__wrapped__", None), *_attributes(part, names)]
-    return modules
+    return found
 
 
 def _attributes(part: Any, names: set[str]) -> Iterator[Any]:
@@ -106,6 +107,7 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.cache
 def _is_library(file: str | None) -> bool:
     return file is not None and file.startswith(_LIBRARIES)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops.support.autograd_graph import graph_nodes, is_custom, is_python
+from curvlinops.support.autograd_graph import graph_nodes, is_custom, runs_python
 from curvlinops.support.pytree import leaves as tensors_in
 from curvlinops.support.torch_internals import function_of, node_facts
 
@@ -36,7 +36,7 @@ class Graph:
         self.leaves = {number: name for number, name in found.items() if name is not None}
         self.others = [number for number, name in found.items() if name is None]
         #: Whether backward passes run the user's code.
-        self.runs_python = any(map(is_python, nodes))
+        self.runs_python = runs_python(nodes)
         #: A hash of the operations.
         self.operations = hash(tuple(node.name() for node in nodes))
         #: The uses in such graphs, by the number of samples and the parameters.

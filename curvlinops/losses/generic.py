@@ -1,17 +1,14 @@
 """Losses without a closed form: sums or means over samples."""
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError, vjp
-from curvlinops.autodiff.custom_functions import (
-    Gradient,
-    check_derivative,
-    directions,
-)
+from curvlinops.autodiff.custom_functions import Gradient, check_derivative, directions
 from curvlinops.autodiff.evaluation import IsolatedModules
 from curvlinops.autodiff.linear import Linear
 from curvlinops.autodiff.used_modules import find_modules
@@ -20,7 +17,6 @@ from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.norms import double_norm, wide
 from curvlinops.support.pytree import copy_containers, select_samples
 from curvlinops.support.refusals import lacks_memory
-from curvlinops.support.torch_internals import modules_of
 from curvlinops.support.warnings import first_line, warn
 
 Tensors = Mapping[str, Tensor]
@@ -46,7 +42,7 @@ class AdditiveLoss(Loss):
 
     def __init__(self, module: Any, reduction: str):
         super().__init__(module, reduction)
-        self.modules = modules_of(find_modules(module))
+        self.modules = [*chain(*find_modules(module))]
 
     def check(self, output: Tensor, target: Any) -> None:
         """Accept everything; the user's loss raises its own errors."""

@@ -262,8 +262,7 @@ class DataLinearOperator(TorchLinearOperator):
         with self._team.raise_on_all_ranks(), comparing, exclusive():
             self.risk.model.refresh()
             tensors = self.risk.tensors()
-        budget = budget_of(self.cache, self.device)
-        return Linearization(type(self).__name__, budget, tensors)
+        return Linearization(type(self).__name__, budget_of(self.cache, self.device), tensors)
 
     @contextmanager
     def _batches(
@@ -356,7 +355,7 @@ class DataLinearOperator(TorchLinearOperator):
             return
         if self._adds_data:
             shards.check_processes(self.process_group)
-        for root in find_modules(self.loss_func):
+        for root, *_ in find_modules(self.loss_func):
             if root is not self.risk.model.module:
                 check_complete(dict(root.named_parameters()))
 

@@ -111,10 +111,11 @@ class EFLinearOperator(DataLinearOperator):
             return False
         if not shared.has_room(num_samples * self.risk.space.dim * self.risk.space.dtype.itemsize):
             return False
-        if problem.learned().prefers_rows is None:
+        known = problem.seen.prefers_rows
+        if self.terms not in known:
             with preserved_rng():  # the product draws as if there was no choice
-                problem.learned().prefers_rows = self._compare_costs(problem)
-        return problem.learned().prefers_rows
+                known[self.terms] = self._compare_costs(problem)
+        return known[self.terms]
 
     def _compare_costs(self, problem: BatchProblem) -> bool:
         """Compare the operations of both for one sample.

@@ -13,7 +13,7 @@ from curvlinops.autodiff.evaluation import Evaluation, check_graph
 from curvlinops.linear_operator.space import Columns, ParameterSpace, not_finite
 from curvlinops.risk.checks.coupling import check_gradients
 from curvlinops.risk.data import Batch
-from curvlinops.risk.model_facts import ModelFacts, UserFunctions, Watch, needs_graph
+from curvlinops.risk.model_facts import ModelFacts, Seen, UserFunctions, Watch, needs_graph
 from curvlinops.support.autograd_graph import custom_functions, graph_nodes
 from curvlinops.support.pytree import select_samples
 from curvlinops.support.refusals import is_refusal
@@ -54,9 +54,9 @@ class BatchProblem:
     def __init__(self, risk: Any, batch: Batch, space: ParameterSpace | None = None):
         self.risk, self.batch = risk, batch
         self.space, self.model, self.loss = space or risk.space, risk.model, risk.loss
-        self.leaves = risk.model.leaves
+        self.leaves, self.seen = risk.model.leaves, self.rules(Seen)
         #: The user's own functions in the graph of the last forward pass.
-        self.functions = UserFunctions(risk.facts)
+        self.functions = UserFunctions(risk.facts, self.seen)
         self._has_seen_loss = False
 
     def on(self, batch: Batch, space: ParameterSpace | None = None) -> "BatchProblem":
@@ -184,7 +184,7 @@ class BatchProblem:
         for name in self.model.shards.params:
             leaves[name].is_summed = is_summed
         evaluation = self.evaluation(leaves, differentiation)
-        self.functions, self._has_seen_loss = UserFunctions(self.risk.facts), False
+        self.functions, self._has_seen_loss = UserFunctions(self.risk.facts, self.seen), False
         with evaluation.active():
             output = self.output(evaluation)
             self.learn_from(output, leaves)
@@ -205,17 +205,16 @@ class BatchProblem:
             self._watch.is_in_loss = True
         with self._watch if is_first else nullcontext():
             self.look_at_loss(output)
-        if not is_first and self.loss_needs_graph:
-            return
         nodes = graph_nodes(output) if nodes is None else nodes
+        self.functions.note(nodes, output)
         if is_first:
             self.risk.facts.learn(self._watch, output, nodes)
             with self.formulas():
                 self.check_target(output, with_values=True)
+        elif self.loss_needs_graph:
+            return
         if self.loss_needs_graph:
             nodes = graph_nodes(self.loss_sum(output)[0])
-        else:
-            self.functions.note(nodes, output)
         check_graph(nodes, self.model, leaves, must_depend)
 
     def look_at_loss(self, output: Tensor) -> None:

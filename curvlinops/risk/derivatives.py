@@ -160,7 +160,7 @@ def gauss_newton(
     """
     # hooks are compared with backward passes, which tangents do not take
     is_forward = single and not (problem.space.in_parts or problem.learned().hooks)
-    if is_forward and not (problem.learned().stops_gradients or problem.learned().lacks_tangents):
+    if is_forward and not (problem.learned().stops_gradients or problem.seen.lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
 
@@ -194,17 +194,17 @@ def _vjp_with_graph(
     constant = cotangent if cotangent is None else cotangent.detach()
     ordinary = partial(vjp, {"": start}, {"": constant}, leaves)
     names = problem.functions.names
-    with problem.functions.keeping_graph(start), explained(names, ordinary):
+    with problem.functions.keeping_graph(start, cotangent), explained(names, ordinary):
         return vjp({"": start}, {"": cotangent}, leaves, create_graph=True), names
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:
     """Return ``V -> J V``: ``J^T w`` is linear in ``w``, and J its transposed derivative."""
     _, leaves, output = recording
-    w = torch.zeros_like(output)
-    if problem.functions.is_new:  # zeros would hide what a graph loses
-        w.normal_(generator=seeded(w.device, 0))
-    transposed, names = _vjp_with_graph(problem, output, w.requires_grad_(), leaves)
+    w = torch.zeros_like(output).requires_grad_()
+    if problem.functions.key(w) not in problem.seen.kept:  # zeros would hide what a graph loses
+        w = torch.empty_like(w).normal_(generator=seeded(w.device, 0)).requires_grad_()
+    transposed, names = _vjp_with_graph(problem, output, w, leaves)
 
     def jvp(v: Columns) -> Tensor:
         with explained(names):
@@ -247,7 +247,7 @@ def _by_columns(
 
 def _kept(evaluation: Evaluation, product: Linear) -> Linear:
     """Return a product that enters the context that its graph needs."""
-    context, copies = evaluation.of_graph(runs_python(*product.tensors))
+    context, copies = evaluation.of_graph(runs_python(graph_nodes(*product.tensors)))
 
     def apply(V: Any, out: Columns) -> Any:
         with context():
@@ -267,9 +267,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     (4 MiB on the CPU), where a second forward pass takes long, are therefore built in a pass of
     their own, after one for the tangents alone.
     """
-    facts = problem.learned()
-    is_small = 16 * facts.graph_bytes <= bytes_of_pass(problem.space.device)
-    together = is_small and not facts.has_checkpoints
+    together = 16 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
         if together:
@@ -303,7 +301,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         if not is_right:
             states.restore()
             if not is_zero:
-                problem.learned().lacks_tangents = True
+                problem.seen.lacks_tangents = True
             return _gauss_newton(problem, head, single=True)(V, out)
         add(out, 0, {name: grads[name] for name in out})
         return weight

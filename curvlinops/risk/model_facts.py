@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from curvlinops.support.autograd_graph import (
     footprint,
     graph_nodes,
     has_hooks_on_saved,
+    is_users,
     leaf_variables,
     loses_graph,
     precisions,
@@ -65,9 +67,7 @@ class ModelFacts:
     train_flags: tuple[bool, ...] | None = None
     rules: Rules | None = None  # of layers, once they are needed
     is_evaluated: bool = False  # so that the other facts are known
-    graph_bytes: int = 0
-    #: Whether hooks replace what the graph saves, which ``graph_bytes`` does not count.
-    has_checkpoints: bool = False
+    graph_bytes: float = 0  # infinite if hooks replace what the graph saves
     #: The names of hooks that model or loss register, which may change gradients.
     hooks: set[str] = field(default_factory=set)
     #: Whether the model differentiates itself, as meta-learning does, so that its parameters have
@@ -83,26 +83,33 @@ class ModelFacts:
     loss_needs_graph: bool = False
     adds_up: bool = False  # the loss is the sum of its samples' losses, as far as was compared
     lacks_derivative: bool = False  # the model can be differentiated only once
-    lacks_tangents: bool = False  # forward mode fails on the model
-    #: Whether kept gradients of samples are faster than a kept graph, if that is known.
-    prefers_rows: bool | None = None
     #: Hashes of the operations of graphs: their custom functions were compared.
     compared: set[int] = field(default_factory=set)
-    #: Hashes of the operations of graphs: their backward pass has kept its own graph.
-    kept: set[int] = field(default_factory=set)
 
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
-        self.is_evaluated, self.graph_bytes = True, footprint([output], nodes=nodes)
-        self.has_checkpoints = any(map(has_hooks_on_saved, nodes))
+        self.is_evaluated = True
+        self.graph_bytes = inf if has_hooks_on_saved(nodes) else footprint([output], nodes=nodes)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
+
+
+class Seen:
+    """What any operator has seen of a model and its graphs, by hashes of their operations."""
+
+    is_shared = True
+
+    def __init__(self) -> None:
+        self.alone = set[Hashable]()  # samples had the same numbers alone
+        self.kept = set[tuple[int, bool]]()  # backward passes kept their own graph, by ``key``
+        self.lacks_tangents = False  # forward mode fails on the model
+        self.prefers_rows = dict[str, bool]()  # kept gradients are faster than a graph, by terms
 
 
 class UserFunctions:
     """The user's own autograd functions and hooks in the graph of a forward pass."""
 
-    def __init__(self, facts: ModelFacts):
-        self._facts, self._are_compared = facts, False
+    def __init__(self, facts: ModelFacts, seen: Seen):
+        self._facts, self._seen, self._are_compared = facts, seen, False
         self._names = set[str]()
         #: The dtypes in which gradients pass the graph, if it has such functions.
         self.precisions: frozenset[torch.dtype] = frozenset()
@@ -128,19 +135,18 @@ class UserFunctions:
         are_known = self._are_compared or self.operations in self._facts.compared
         return [] if are_known else self.names
 
-    @property
-    def is_new(self) -> bool:
-        """Whether no backward pass of such a graph is known to keep its own graph."""
-        return self.operations not in self._facts.kept
+    def key(self, cotangent: Tensor | None) -> tuple[int, bool]:
+        """Return the key in ``Seen.kept`` of a backward pass that begins with a cotangent."""
+        return self.operations, cotangent is not None and cotangent.requires_grad
 
     @contextmanager
-    def keeping_graph(self, output: Tensor) -> Iterator[None]:
+    def keeping_graph(self, output: Tensor, cotangent: Tensor | None) -> Iterator[None]:
         """Watch a backward pass that is differentiated, if its graph is new.
 
         A node that loses its graph, as that of sparse tensors does, is refused: products would lack
         a part.
         """
-        if not self.is_new:
+        if (key := self.key(cotangent)) in self._seen.kept:
             yield
             return
         lost: list[str] = []
@@ -151,7 +157,7 @@ class UserFunctions:
                     lost.append(node.name())
 
         # the user's functions are compared
-        nodes = [x for x in graph_nodes(output) if x.next_functions and not custom_functions([x])]
+        nodes = [x for x in graph_nodes(output) if not is_users(x) and x.next_functions]
         handles = [node.register_hook(partial(watch, node)) for node in nodes]
         try:
             yield
@@ -164,7 +170,7 @@ class UserFunctions:
                 "products would lack a part. Replace the operation by one whose backward is "
                 "differentiable, such as dense tensors in place of sparse ones."
             )
-        self._facts.kept.add(self.operations)
+        self._seen.kept.add(key)
 
     def were_compared(self, is_complete: bool) -> None:
         """Remember that those of this graph were compared; for other graphs if it ``is_complete``.

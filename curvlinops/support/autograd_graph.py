@@ -64,7 +64,8 @@ def least_precise(nodes: Iterable[Any], output: Tensor) -> torch.dtype:
 
 def custom_functions(nodes: Iterable[Any]) -> set[str]:
     """Return the names of the user's own autograd functions in a graph."""
-    return {node.name().removesuffix("Backward") for node in nodes if _is_custom(node)}
+    kinds = {type(node): node for node in nodes}
+    return {node.name().removesuffix("Backward") for node in kinds.values() if is_users(node)}
 
 
 def is_custom(node: Any, function: type | None = None) -> bool:
@@ -73,29 +74,22 @@ def is_custom(node: Any, function: type | None = None) -> bool:
     return has_function and (function is None or function_of(node) is function)
 
 
-def _is_custom(node: Any) -> bool:
+def is_users(node: Any) -> bool:
+    """Return whether a node is that of one of the user's own autograd functions."""
     if not is_custom(node):
         return False
     return function_of(node).__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
-def runs_python(*outputs: Tensor) -> bool:
-    """Return whether backward passes from some tensors run the user's code."""
-    return any(map(is_python, graph_nodes(*outputs)))
+def runs_python(nodes: Sequence[Any]) -> bool:
+    """Return whether backward passes run the user's code: functions, or hooks on saved tensors."""
+    return bool(custom_functions(nodes)) or has_hooks_on_saved(nodes)
 
 
-def is_python(node: Any) -> bool:
-    """Return whether a node runs the user's code: its backward, or hooks on what it has saved."""
-    return _is_custom(node) or has_hooks_on_saved(node)
-
-
-def has_hooks_on_saved(node: Any) -> bool:
-    """Return whether hooks have replaced tensors that a node saves, as in checkpoints."""
-    for value in saved_values(node):
-        held = getattr(value, "data", None)
-        if held is not None and not isinstance(held, Tensor):
-            return True
-    return False
+def has_hooks_on_saved(nodes: Iterable[Any]) -> bool:
+    """Return whether hooks have replaced tensors that nodes save, as in checkpoints."""
+    held = (getattr(value, "data", None) for node in nodes for value in saved_values(node))
+    return not all(x is None or isinstance(x, Tensor) for x in held)
 
 
 def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
@@ -104,11 +98,10 @@ def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
     Zeros may be constant, or zero by accident, as behind a gate before its first step. Then the
     node is called with random gradients.
     """
-    arrived = [x for x in given if x is not None]
-    if not (arrived and all(x.requires_grad for x in arrived)):
+    parts, arrived = _without_graph(returned), [x for x in given if x is not None]
+    if not (parts and arrived and all(x.requires_grad for x in arrived)):
         return False
-    parts = _without_graph(returned)
-    if parts and not any(map(torch.any, parts)) and can_be_called(node):
+    if not any(map(torch.any, parts)) and can_be_called(node):
         generator = torch.Generator(parts[0].device).manual_seed(0)
         with suppress(Exception):  # nodes are not written for being called like this
             others = [x if x is None else _drawn_like(x, generator) for x in given]
@@ -125,13 +118,13 @@ def _drawn_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 def _without_graph(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     """Return the dense tensors of gradients that have no graph."""
-    constant = (x for x in gradients if x is not None and not x.requires_grad)
+    constant = [x for x in gradients if x is not None and not x.requires_grad]
     return [part for x in constant for part in strided_tensors(x) if part.numel()]
 
 
 def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors at which a graph with these nodes begins, such as parameters."""
-    variables = (getattr(node, "variable", None) for node in nodes)
+    variables = [getattr(node, "variable", None) for node in nodes]
     return (variable for variable in variables if isinstance(variable, Tensor))
 
 
@@ -146,47 +139,37 @@ def footprint(
     count. Not seen are the inputs of checkpoints, and what the user's own functions keep inside of
     objects. The nodes of the graphs are looked for unless they are given.
     """
-    sizes: dict[int, int] = {}
     with without_torch_function():  # an evaluation watches what the model calls
         tensors = list(tensors)
         nodes = graph_nodes(*tensors) if nodes is None else nodes
-        for node in nodes:
-            for saved in saved_values(node):
-                # hooks on saved tensors, as of checkpoints, may have saved something else
-                held = getattr(saved, "data", None)
-                if isinstance(held, Tensor):
-                    sizes |= _storages(held)
-            if in_python := getattr(node, "__dict__", None):
-                for tensor in leaves(in_python):
-                    sizes |= _storages(tensor)
-        for variable in leaf_variables(nodes):
-            for address in _storages(variable):
-                sizes.pop(address, None)
-        for tensor in tensors:
-            sizes |= _storages(tensor)
-        for tensor in others:
-            for address in _storages(tensor):
-                sizes.pop(address, None)
-    return sum(sizes.values())
+        # hooks on saved tensors, as of checkpoints, may have saved something else
+        held = [getattr(value, "data", None) for node in nodes for value in saved_values(node)]
+        held += leaves([getattr(node, "__dict__", None) for node in nodes])
+        found = _storages(held)
+        for address in _storages(leaf_variables(nodes)):
+            found.pop(address, None)
+        found |= _storages(tensors)
+        for address in _storages(others):
+            found.pop(address, None)
+    return sum(found.values())
 
 
-def addresses(tensor: Any) -> set[int]:
+def addresses(x: Any) -> set[int]:
     """Return the addresses of a tensor's memory."""
-    return set(_storages(tensor)) if isinstance(tensor, Tensor) else set()
+    return set(_storages([x]))
 
 
 def saved_memory(node: Any) -> set[int]:
     """Return the addresses of the memory of the tensors that a node has saved."""
-    return {
-        address
-        for value in saved_values(node)
-        for address in addresses(getattr(value, "data", None))
-    }
+    return set(_storages(getattr(value, "data", None) for value in saved_values(node)))
 
 
-def _storages(tensor: Tensor) -> dict[int, int]:
-    """Return the bytes of a tensor's storages, by address."""
-    with suppress(RuntimeError):  # a wrapper that does not show what it wraps
-        storages = [part.untyped_storage() for part in strided_tensors(tensor)]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return {}
+def _storages(objects: Iterable[Any]) -> dict[int, int]:
+    """Return the bytes of the storages of the tensors among some objects, by address."""
+    found = dict[int, int]()
+    for x in objects:
+        with suppress(RuntimeError):  # a wrapper that does not show what it wraps
+            for part in strided_tensors(x) if isinstance(x, Tensor) else ():
+                storage = part.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found

@@ -1,8 +1,10 @@
 """Generators of random numbers: seeded ones, and the global ones, which are left as found."""
 
+import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,26 +59,47 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python, self._words = random.getstate(), _words()
+        self._numpy = _numpy_state(self._words)
+        if self._words is None or self._numpy["has_gauss"]:  # words do not show such a number
+            self._words, self._numpy = None, np.random.get_state(legacy=False)
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
         """Return whether the generators still have these states."""
-        _, words, *position = self._numpy
-        _, new_words, *new_position = np.random.get_state()
         return (
             self._python == random.getstate()
-            and position == new_position
-            and np.array_equal(words, new_words)
+            and self._has_numpy()
             and all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        if not self._has_numpy():
+            np.random.set_state(self._numpy)
+            if self._words is None:  # other states with these words may be remembered
+                _numpy_state.cache_clear()
         for generator, state in self._torch:
             generator.set_state(state)
+
+    def _has_numpy(self) -> bool:
+        if self._words is not None:
+            return self._words == _words()
+        return repr(self._numpy) == repr(np.random.get_state(legacy=False))
+
+
+def _words() -> bytes | None:
+    """Return the 624 words and the position of NumPy's generator; ``None`` of another kind."""
+    generator = np.random.get_bit_generator()
+    is_usual = type(generator) is np.random.MT19937
+    return ctypes.string_at(generator.ctypes.state_address, 2500) if is_usual else None
+
+
+@lru_cache(maxsize=4)
+def _numpy_state(words: bytes | None) -> dict[str, Any]:
+    """Return the state of NumPy's generator, which takes 100 us, given its words."""
+    return np.random.get_state(legacy=False)
 
 
 @contextmanager

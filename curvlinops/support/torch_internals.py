@@ -229,13 +229,15 @@ def strided_tensors(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):  # a subclass that wraps others
         held = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [x for part in held if isinstance(part, Tensor) for x in strided_tensors(part)]
-    if tensor.layout is torch.sparse_coo:
+    if (layout := tensor.layout) is torch.strided:
+        return [] if tensor._is_zerotensor() else [tensor]
+    if layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [] if tensor._is_zerotensor() else [tensor]
+    return [tensor]
 
 
 # --- modes

@@ -56,7 +56,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_modules_that_a_function_uses(function: Callable):
-    assert find_modules(function) == [MODULE]
+    assert find_modules(function) == [[MODULE]]
 
 
 def test_data_is_not_searched_for_modules():
@@ -65,7 +65,7 @@ def test_data_is_not_searched_for_modules():
             raise AssertionError("all data would be read")
 
     words, many = Lazy({str(i): i for i in range(2000)}), list(range(100_000))
-    assert find_modules(lambda X: MODULE(X) + len(words) + len(many)) == [MODULE]
+    assert find_modules(lambda X: MODULE(X) + len(words) + len(many)) == [[MODULE]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Finds models whose output for a sample depends on the other samples of its batch."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -82,20 +82,20 @@ def _batch_norms(roots: Iterable[nn.Module]) -> dict[str, bool]:
 
 def check_interaction(problem: Any, seen: Any) -> None:
     """Refuse samples that interact, as far as the first batch shows it, see ``interaction``."""
-    known = problem.rules(SeenAlone)
-    if seen.operations in known or _may_interact(problem):
+    known, operations = problem.seen.alone, problem.functions.operations
+    if operations in known or _may_interact(problem):
         return
     if couples_samples(problem, seen.output):
         raise interaction(problem)
     if seen.runs_users_code:
-        check_gradients(problem, seen.operations)
+        check_gradients(problem, operations)
     if problem.model.shards:
         return
     # zeros hide what is behind them, such as the gate of a layer before the first step
     parts = chain(*map(strided_tensors, problem.model.tensors().values()))
     are_any = [x.any().cpu() for x in parts if x.numel() and not (x.is_meta or x.is_quantized)]
     if bool(torch.stack(are_any).all()):
-        known.add(seen.operations)
+        known.add(operations)
 
 
 def interaction(problem: Any, where: str = "") -> ValueError:
@@ -106,15 +106,6 @@ def interaction(problem: Any, where: str = "") -> ValueError:
 def _may_interact(problem: Any) -> bool:
     """Return whether one batch is all data, or the user was told that samples interact."""
     return problem.risk.is_all_data(problem.batch) or bool(_batch_norms(problem.model.roots))
-
-
-class SeenAlone(set[Hashable]):
-    """Graphs, by their operations, in which samples had the same numbers alone.
-
-    All operators on a model share it.
-    """
-
-    is_shared = True
 
 
 def couples_samples(problem: Any, output: Tensor) -> bool:
@@ -159,7 +150,7 @@ def check_gradients(problem: Any, operations: int) -> None:
     behind it. Processes that evaluate a sharded model together may have unequal batches: they
     compare the first one only, at construction.
     """
-    known, facts = problem.rules(SeenAlone), problem.risk.facts
+    known, facts = problem.seen.alone, problem.risk.facts
     is_late = problem.model.shards and facts.train_flags is not None
     key = (operations, *sorted(facts.hooks))
     if is_late or key in known or _may_interact(problem):

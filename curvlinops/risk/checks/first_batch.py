@@ -66,7 +66,6 @@ class Observed(NamedTuple):
     output: Tensor  # without its graph
     result: Tensor  # the loss, or the output if there is none
     gradient: Columns  # sketches by parameter, if it may differ though losses do not
-    operations: int  # a hash of the graph's operations
     runs_users_code: bool  # whether hooks, or own functions, run in the backward pass
     repeats: bool  # whether a second evaluation is known to have the same numbers
 
@@ -88,15 +87,14 @@ def observe(problem: BatchProblem) -> Observed:
         if problem.loss is not None:
             with problem.formulas():
                 result, _ = problem.loss_sum(output)
-        nodes = graph_nodes(result)
-        draws, runs_users_code = not states.are_current(), problem.runs_users_code(nodes)
+        draws, nodes = not states.are_current(), graph_nodes(result)
+        runs_users_code = problem.runs_users_code(nodes)
         if problem.loss is not None and (draws or runs_users_code):
             gradient = sketches(result, None, params)
     output, result = output.detach(), result.detach()
     is_written = versions != [*map(version_of, batch)]
     repeats = not (draws or runs_users_code or is_written) and _is_known_risk(problem.risk)
-    operations = hash(tuple(node.name() for node in nodes))
-    return Observed(data, output, result, gradient, operations, runs_users_code, repeats)
+    return Observed(data, output, result, gradient, runs_users_code, repeats)
 
 
 def check_same(first: Observed, second: Observed) -> None:
