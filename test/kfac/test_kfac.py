@@ -34,6 +34,7 @@ LAYERS = [
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
 NEED_FALLBACK = ("weight-norm", "cross-attention")
+MORE = pytest.mark.extensive
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +75,10 @@ def test_all_options_of_losses(name: str):
         assert error(matrix(build(p, fisher)), expected) <= p.tolerance
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize(
+    "reduce, joint",
+    [(False, False), (False, True), (True, False), pytest.param(True, True, marks=MORE)],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str, reduce: bool, joint: bool):
     p = problems.make(name)
@@ -143,9 +146,7 @@ OUTPUT_LOSSES = {
 @pytest.mark.parametrize(
     "name, loss",
     [
-        pytest.param(
-            *pair, marks=[] if "linear" in pair or "ce-options" in pair else pytest.mark.extensive
-        )
+        pytest.param(*pair, marks=[] if "linear" in pair or "ce-options" in pair else MORE)
         for pair in product(OUTPUTS, OUTPUT_LOSSES)
     ],
 )
@@ -229,13 +230,18 @@ def build_corrected(p: Problem, fisher: str, joint: bool = False, **options: Any
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    "fisher, joint",
+    [
+        *(("type-2", False), ("empirical", True)),
+        *(pytest.param(*x, marks=MORE) for x in (("type-2", True), ("empirical", False))),
+    ],
+)
 @pytest.mark.parametrize("name", DISTINCT)
-def test_corrected_by_eigenvalues(name: str, joint: bool):
+def test_corrected_by_eigenvalues(name: str, fisher: str, joint: bool):
     p = problems.make(name)
-    for fisher in ("type-2", "empirical"):
-        expected = kfac_reference.kfac(p, fisher, joint=joint, corrected=True)
-        assert error(matrix(build_corrected(p, fisher, joint)), expected) <= max(p.tolerance, 1e-7)
+    expected = kfac_reference.kfac(p, fisher, joint=joint, corrected=True)
+    assert error(matrix(build_corrected(p, fisher, joint)), expected) <= max(p.tolerance, 1e-7)
 
 
 def test_reduced_factors_give_another_basis(double):

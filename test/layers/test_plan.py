@@ -1,7 +1,6 @@
 """Graphs with the same operations and shapes, which use parameters in different ways."""
 
 import copy
-import gc
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
-from curvlinops.layers.samples import LayerFacts
 
 N, D = 4, 4
 SUM = nn.MSELoss(reduction="sum")
@@ -98,14 +96,3 @@ def test_graphs_that_look_alike(name: str, order: tuple[int, ...], double: None)
     for other in others:
         first.merge(other)
     assert error(K.to_dense(), first.to_dense()) <= tolerance
-
-
-def test_equal_graphs_have_one_plan(double: None):
-    """Batches of equal sizes are read once; those of another size once more."""
-    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
-    data = [(torch.randn(n, D), torch.randn(n, 2)) for n in (N, N, 3, N, 3)]
-    before = {id(x) for x in gc.get_objects() if isinstance(x, LayerFacts)}
-    K = KFACLinearOperator(model, SUM, list(model.parameters()), data)
-    K.compute_kronecker_factors()
-    facts = [x for x in gc.get_objects() if isinstance(x, LayerFacts) and id(x) not in before]
-    assert sum(len(graph.plans) for x in facts for graph in x.graphs) == 2

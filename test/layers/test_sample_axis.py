@@ -17,6 +17,7 @@ from models import Using
 from test_moved_rows import MOVED, ORDER, POOLED, sets
 from test_rules import CALLS, EINSUMS, LAYERS, calling
 from test_rules import sequences as two_batches
+from test_uses import MODELS, ORDERS
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -354,15 +355,8 @@ def outer_products(a: Layer, x: Tensor) -> Tensor:
 ROWS = {3: SampleAxis(0, 1, 3), 5: SampleAxis(0, 1, 5)}
 TIME_FIRST = {3: SampleAxis(0, 3, 1), 5: SampleAxis(0, 5, 1)}
 LAYOUTS: dict[str, tuple[Callable[[Layer, Tensor], Tensor], dict[int, SampleAxis]]] = {
-    "samples first": (lambda a, x: a(x), ROWS),
-    "time first": (lambda a, x: a(x.transpose(0, 1)).transpose(0, 1), TIME_FIRST),
-    "flattened": (lambda a, x: a(x.flatten(0, 1)).unflatten(0, x.shape[:2]), ROWS),
-    "time first, flattened": (
-        lambda a, x: (
-            a(x.transpose(0, 1).reshape(-1, 3)).reshape(x.shape[1], len(x), 3).transpose(0, 1)
-        ),
-        TIME_FIRST,
-    ),
+    **{name: (ORDERS[name][0], ROWS) for name in ("samples first", "flattened")},
+    **{name: (ORDERS[name][0], TIME_FIRST) for name in ("time first", "time first, flattened")},
     "steps": (
         lambda a, x: a(torch.cat(x.split(1, 1), 0).squeeze(1)).view(-1, len(x), 3).permute(1, 0, 2),
         TIME_FIRST,
@@ -710,8 +704,8 @@ def imported(path: str) -> ModuleType:
 @pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
 def test_tables_of_others_are_proved(double: None):
-    uses, kfac = imported("layers/test_uses.py"), imported("kfac/test_kfac_architectures.py")
-    for name, row in uses.MODELS.items():
+    kfac = imported("kfac/test_kfac_architectures.py")
+    for name, row in MODELS.items():
         if name == "gradients_that_end":  # none reaches the first layer: nothing is claimed of it
             continue
         torch.manual_seed(0)

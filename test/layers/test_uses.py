@@ -18,7 +18,7 @@ from sample_gradients import (
     Row,
     batches,
     bounded,
-    check_factors,
+    check_blocks,
     check_rows,
     compare,
     core,
@@ -549,7 +549,7 @@ def test_sparse_numbers(name: str, layout: torch.layout):
     rows = loop(net, list(net.parameters()), data, LOSS)
     data = [(x.to_sparse(layout=layout), y) for x, y in data]
     compare(net, data, rows, True if name == "a layer" else None)
-    check_factors(net, data, rows)
+    check_blocks(net, data, rows, "", 1e-9, approximations=())
 
 
 @pytest.mark.extensive
@@ -568,7 +568,7 @@ def test_sparse_adjacency(layout: torch.layout):
         adjacency = adjacency.to_sparse(layout=layout)
     data = [((features, adjacency), y)]
     compare(net, data, rows, covered=None)
-    check_factors(net, data, rows)
+    check_blocks(net, data, rows, "", 1e-9, approximations=())
 
 
 def summed(jagged: bool, attends: bool) -> nn.Module:

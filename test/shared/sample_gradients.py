@@ -15,7 +15,6 @@ from curvlinops import (
     EFLinearOperator,
     EKFACLinearOperator,
     GGNDiagonalLinearOperator,
-    GGNLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
 )
@@ -160,12 +159,12 @@ def check_blocks(
     options["fallback"] = "dense"
     E = EKFACLinearOperator(*arguments, data, **options)
     assert error(E.trace(), rows.square().sum()) <= tolerance
-    alone = [
-        (tree_map(lambda x, n=n: x[n : n + 1], X), y[n : n + 1])
-        for X, y in data
-        for n in range(len(y))
-    ]
     for approx in approximations:
+        alone = [
+            (tree_map(lambda x, n=n: x[n : n + 1], X), y[n : n + 1])
+            for X, y in data
+            for n in range(len(y))
+        ]
         found = [
             KFACLinearOperator(*arguments, some, kfac_approx=approx, **options).to_dense()
             for some in (data, alone)
@@ -181,17 +180,6 @@ def images(dims: int, channels: int, length: int = 6) -> list[Tensor]:
 def sequences(width: int = 4) -> list[Tensor]:
     """Batches of unequal size and length; the first has as many samples as positions."""
     return [torch.randn(3, 3, width), torch.randn(2, 5, width), torch.randn(4, 2, width)]
-
-
-def check_factors(model: nn.Module, data: Data, rows: Tensor) -> None:
-    """Compare sums of eigenvalues with given gradients, and the GGN's diagonal with the GGN."""
-    arguments = model, nn.MSELoss(reduction="sum"), list(model.parameters()), data
-    options = {"fisher_type": "empirical", "fallback": "dense"}
-    ekfac, kfac = (cls(*arguments, **options) for cls in (EKFACLinearOperator, KFACLinearOperator))
-    torch.testing.assert_close(ekfac.trace(), rows.square().sum())
-    assert bool(torch.isfinite(kfac.trace()))
-    ggn = GGNLinearOperator(*arguments).to_dense().diagonal()
-    torch.testing.assert_close(GGNDiagonalLinearOperator(*arguments).diagonal(), ggn)
 
 
 # --- tables of models
