@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -195,8 +196,15 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "curvlinops")
 
 
+def some(table: dict) -> list[Any]:
+    """Return the names of a table, of which every second one is tested each time."""
+    return [
+        pytest.param(n, marks=pytest.mark.extensive if i % 2 else []) for i, n in enumerate(table)
+    ]
+
+
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", POOLED)
+@pytest.mark.parametrize("name", some(POOLED))
 def test_sets_of_other_sizes_on_later_batches(name: str):
     inputs = []
     for sizes in ([3, 3, 3, 3], [2, 4, 1, 5], [3, 3, 4, 2]):
@@ -206,7 +214,7 @@ def test_sets_of_other_sizes_on_later_batches(name: str):
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("name", some(MOVED))
 def test_other_permutations_on_later_batches(name: str):
     orders = torch.arange(N), ORDER, torch.tensor([1, 0, 2, 3])
     inputs = [{"x": random(N, D), "order": order} for order in orders]
