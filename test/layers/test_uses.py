@@ -33,6 +33,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
 from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
 from curvlinops.layers import recorded
+from curvlinops.structured.layout import with_strides
 
 L, LOSS = nn.Linear, nn.MSELoss(reduction="sum")
 FUNCTION = "a layer uses a function of it"
@@ -378,6 +379,7 @@ NO_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "index": lambda w: w.clone()[[1, 0]],
     "side by side": lambda w: torch.cat([w, w]).float(),
     "expanded": lambda w: w.float()[:, :1].expand(2, 3, 4),
+    "expanded to two": lambda w: w.float()[:1].expand(2, 3, 4),
     "windows": lambda w: w.flatten()[:7].unfold(0, 4, 1),
     "windows side by side": lambda w: w.flatten().unfold(0, 6, 6),
     "complex": lambda w: w.to(torch.complex64).mT.real,
@@ -404,6 +406,15 @@ for _name, _part in NO_PARTS.items():
     MODELS[f"no part, {_name}"] = Row(
         times(_part), {"w": (2, 3, 4)}, vectors, True, FUNCTION, 1e-5, _name in ("index", "windows")
     )
+
+
+@pytest.mark.parametrize("part", [lambda w: w.T, lambda w: w[:, 1:3].T, lambda w: w[::2, ::3]])
+def test_parts_in_the_order_of_the_parameter(part: Callable[[Tensor], Tensor]):
+    w = torch.arange(24.0).reshape(4, 6)
+    view = part(w)
+    found = with_strides("w", tuple(view.shape), view.stride(), view.storage_offset())
+    assert found is not None
+    assert torch.equal(found.in_order.of(w.reshape(1, -1)).flatten(), view.flatten().sort().values)
 
 
 # --- equal uses, which are computed together
