@@ -57,15 +57,15 @@ TESTS = {
     "risk/checks": """
         risk/determinism risk/sample_coupling risk/custom_functions risk/backward_passes""",
     "losses": """
-        losses/losses losses/linear_cross_entropy risk/custom_functions messages/errors
-        contract/models contract/contract::test_samples_are_unbiased
+        losses/losses losses/unusual_losses losses/linear_cross_entropy risk/custom_functions
+        messages/errors contract/models contract/contract::test_samples_are_unbiased
         contract/contract::test_equals_dense_reference""",
     "layers": """
-        layers/views layers/patches layers/kronecker_factors layers/rules layers/uses kfac/kfac
+        layers/uses layers/patches layers/kronecker_factors layers/rules kfac/kfac
         influence/per_sample::test_rows layers/batch_axis layers/reading layers/moved_rows
         layers/sample_axis""",
     "structured": """
-        structured/structured support/norms kfac/kfac_inverse files/objects layers/views
+        structured/structured support/norms kfac/kfac_inverse files/objects layers/uses
         linear_operator/algebra
         algorithms/eigsh::test_structured_operators_know_their_eigenpairs""",
     "algorithms": """

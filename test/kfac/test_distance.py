@@ -1,7 +1,7 @@
 """The distance of blocks to the exact ones, against dense matrices."""
 
-import kfac_models
 import matplotlib.pyplot as plt
+import problems
 import pytest
 import reference
 import torch
@@ -38,7 +38,7 @@ def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str
 @pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_that_of_dense_matrices(name: str, cls: type, joint: bool):
-    p = kfac_models.make(name)
+    p = problems.make(name)
     for fisher in ("type-2", "empirical") if p.mc else ("empirical",):
         operator = cls(
             p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
@@ -58,7 +58,7 @@ def test_equals_that_of_dense_matrices(name: str, cls: type, joint: bool):
 @pytest.mark.parametrize("num_vectors", [2, 1000])
 def test_layers_without_gradients(num_vectors: int):
     """Behind a head of zeros, K and the exact block are zero."""
-    p = kfac_models.make("mlp-ce-mean")
+    p = problems.make("mlp-ce-mean")
     head = [param for param in p.params if param.ndim == 2][-1]
     with torch.no_grad():
         head.zero_()
@@ -69,7 +69,7 @@ def test_layers_without_gradients(num_vectors: int):
 
 
 def test_drawn_by_layer():
-    p = kfac_models.make("mlp-mse-mean")
+    p = problems.make("mlp-mse-mean")
     found = KFACLinearOperator(p.model, p.loss, p.params, p.data).distance()
     axes = plot_by_layer(found)
     assert len(axes.patches) == len(found)
@@ -79,7 +79,7 @@ def test_drawn_by_layer():
 @pytest.mark.parametrize("fisher", ["mc", "type-2", "empirical"])
 def test_random_vectors(fisher: str):
     """Estimates are within their errors, and the same seed draws the same samples."""
-    p = kfac_models.make("mlp-ce-sum")
+    p = problems.make("mlp-ce-sum")
     operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type=fisher)
     exact = operator.distance(num_vectors=1000)
     estimates = [operator.distance(num_vectors=6, seed=seed) for seed in range(40)]
@@ -93,7 +93,7 @@ def test_random_vectors(fisher: str):
 
 
 def test_refused():
-    p = kfac_models.make("mlp-mse-mean")
+    p = problems.make("mlp-mse-mean")
     operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="forward-only")
     with pytest.raises(ValueError, match="needs gradients"):
         operator.distance()

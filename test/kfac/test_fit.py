@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import kfac_models
 import kfac_reference
+import problems
 import pytest
 import reference
 import torch
 from contract import error, matrix
-from kfac_models import problem
-from problems import Problem
+from problems import Problem, problem
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, load, write_factors
@@ -34,11 +33,16 @@ def build(
 
 
 @pytest.mark.parametrize("fit", FITS)
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize(
+    "reduce, joint",
+    [
+        *((False, True), (True, False)),
+        *(pytest.param(x, x, marks=pytest.mark.extensive) for x in (False, True)),
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_layers(name: str, reduce: bool, joint: bool, fit: str):
-    p = kfac_models.make(name)
+    p = problems.make(name)
     expected = kfac_reference.kfac(p, "empirical", reduce=reduce, joint=joint, fit=fit)
     assert error(matrix(build(p, fit, reduce, joint)), expected) <= max(p.tolerance, 1e-9)
 

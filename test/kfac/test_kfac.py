@@ -7,16 +7,14 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import kfac_models
 import kfac_reference
 import problems
 import pytest
 import reference
 import torch
 from contract import error, matrix
-from kfac_models import problem
 from models import Using
-from problems import Problem
+from problems import Problem, problem
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, GGNDiagonalLinearOperator, KFACLinearOperator
@@ -36,6 +34,7 @@ LAYERS = [
 ]  # fmt: skip
 #: Parameters of which layers use functions, or that are used where nobody sees it.
 NEED_FALLBACK = ("weight-norm", "cross-attention")
+MORE = pytest.mark.extensive
 
 
 @pytest.fixture(autouse=True)
@@ -70,17 +69,19 @@ def types(p: Problem) -> list[str]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_all_options_of_losses(name: str):
-    p = kfac_models.make(name)
+    p = problems.make(name)
     for fisher in types(p):
         expected = kfac_reference.kfac(p, fisher)
         assert error(matrix(build(p, fisher)), expected) <= p.tolerance
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize(
+    "reduce, joint",
+    [(False, False), (False, True), (True, False), pytest.param(True, True, marks=MORE)],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str, reduce: bool, joint: bool):
-    p = kfac_models.make(name)
+    p = problems.make(name)
     fisher = "type-2" if p.mc and joint else "empirical"
     if reduce and name == "lstm-packed":  # its rows are along no axis of samples
         with pytest.raises(NotImplementedError, match="not known to which samples"):
@@ -93,7 +94,7 @@ def test_layers(name: str, reduce: bool, joint: bool):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", ["cnn", "used-twice", "lstm", "padding-idx"])
 def test_forward_only(name: str, joint: bool):
-    p = kfac_models.make(name)
+    p = problems.make(name)
     if name == "cnn":  # norms have no factors
         named = {k: v for k, v in p.model.named_parameters() if not k.startswith("1.")}
         p = replace(p, params=named)
@@ -142,8 +143,13 @@ OUTPUT_LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loss", OUTPUT_LOSSES)
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize(
+    "name, loss",
+    [
+        pytest.param(*pair, marks=[] if "linear" in pair or "ce-options" in pair else MORE)
+        for pair in product(OUTPUTS, OUTPUT_LOSSES)
+    ],
+)
 def test_last_layers(double, name: str, loss: str, monkeypatch):
     """Whether or not B is the sum of the loss's Hessians, and however many vectors at once."""
     (make, shape), (loss_func, target) = OUTPUTS[name], OUTPUT_LOSSES[loss]
@@ -224,13 +230,18 @@ def build_corrected(p: Problem, fisher: str, joint: bool = False, **options: Any
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(
+    "fisher, joint",
+    [
+        *(("type-2", False), ("empirical", True)),
+        *(pytest.param(*x, marks=MORE) for x in (("type-2", True), ("empirical", False))),
+    ],
+)
 @pytest.mark.parametrize("name", DISTINCT)
-def test_corrected_by_eigenvalues(name: str, joint: bool):
-    p = kfac_models.make(name)
-    for fisher in ("type-2", "empirical"):
-        expected = kfac_reference.kfac(p, fisher, joint=joint, corrected=True)
-        assert error(matrix(build_corrected(p, fisher, joint)), expected) <= max(p.tolerance, 1e-7)
+def test_corrected_by_eigenvalues(name: str, fisher: str, joint: bool):
+    p = problems.make(name)
+    expected = kfac_reference.kfac(p, fisher, joint=joint, corrected=True)
+    assert error(matrix(build_corrected(p, fisher, joint)), expected) <= max(p.tolerance, 1e-7)
 
 
 def test_reduced_factors_give_another_basis(double):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import kfac_reference
@@ -13,6 +14,7 @@ import torch
 from contract import error, matrix
 from models import EQUAL_LAYERS, Using
 from problems import Problem
+from recording import linear
 from sample_gradients import loop
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -214,6 +216,92 @@ def test_exact_for_deep_linear_nets(name: str, reduction: str, joint: bool):
     options = {"kfac_approx": name.partition("-")[0], "separate_weight_and_bias": not joint}
     found = build(KFACLinearOperator, p, fisher_type="type-2", exact=True, **options)
     assert error(matrix(found), blocks_of(reference.ggn(p), params, joint)) <= 1e-10
+
+
+# --- parts of parameters
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_slice_that_is_used_twice_and_transposed(approx: str):
+    """Its block is that of a parameter that has the slice alone."""
+    w, X = torch.randn(5, 4).double(), torch.randn(7, 4).double()
+
+    def block(w: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        def model(params: dict[str, Tensor], X: Tensor) -> Tensor:
+            own = part(params["w"])
+            return torch.tanh(X @ own.T) @ own
+
+        options = {"fisher_type": "type-2", "kfac_approx": approx}
+        K = KFACLinearOperator(model, nn.MSELoss(), {"w": w}, [(X, X.cos())], **options)
+        return K @ torch.eye(K.shape[1]).double()
+
+    found = block(w, lambda w: w[1:4])
+    torch.testing.assert_close(found[4:16, 4:16], block(w[1:4].clone(), lambda w: w))
+    assert torch.count_nonzero(found[[*range(4), *range(16, 20)]]) == 0
+
+
+#: Parts ``[I, O]`` of a parameter ``[4, 6]``.
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda w: w[1:3],
+    "transposed rows": lambda w: w[:1].T,
+    "columns": lambda w: w[:, 1:3],
+    "steps": lambda w: w[::2, ::3],
+    "other steps": lambda w: w[1::2, 1::3],
+    "an entry": lambda w: w[3:, 4:5],
+    "first row": lambda w: w.flatten()[:6].view(2, 3),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), list(combinations(PARTS, 2)))
+def test_two_parts_of_a_parameter(double: None, first: str, second: str):
+    """Two that have no entry in common have the blocks of two parameters."""
+    torch.manual_seed(0)
+    parts, w, X = (PARTS[first], PARTS[second]), R(4, 6), R(7, 6)
+    places = [part(torch.arange(24).view(4, 6)).flatten() for part in parts]
+
+    def kfac(model: Callable, params: dict[str, Tensor]) -> KFACLinearOperator:
+        y = torch.zeros_like(model(params, X))
+        return KFACLinearOperator(model, nn.MSELoss(), params, [(X, y)], fisher_type="type-2")
+
+    def apply(*parts: Tensor) -> Tensor:
+        return torch.cat([torch.tanh(X[:, : len(part)] @ part) for part in parts], 1)
+
+    K = kfac(lambda p, X: apply(*(part(p["w"]) for part in parts)), {"w": w})
+    if bool(torch.isin(*places).any()):
+        with pytest.raises(NotImplementedError, match="layers use it"):
+            K.report()
+        return
+    apart = {str(i): part(w).clone() for i, part in enumerate(parts)}
+    index, expected = torch.cat(places), torch.zeros(24, 24)
+    expected[index[:, None], index] = matrix(kfac(lambda p, X: apply(*p.values()), apart))
+    assert error(matrix(K), expected) <= 1e-12
+
+
+# --- derivatives as outputs
+
+
+def plain_forward_mode(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Value and derivative are positions of the same layers; biases see the value alone."""
+    w, b, v, c = params.values()
+    z, dz = linear(x, w, b), linear(torch.ones_like(x), w)
+    h = torch.tanh(z)
+    return torch.cat([linear(h, v, c), linear((1 - h.square()) * dz, v)], 1)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_values_and_derivatives_are_positions(reduce: bool, joint: bool):
+    def function(m: Using, x: Tensor) -> Tensor:
+        return torch.cat(torch.func.jvp(m.net, (x,), (torch.ones_like(x),)), 1)
+
+    p = make(lambda: Using(function, net=nn.Sequential(L(2, 4), nn.Tanh(), L(4, 2))), (2,))
+    p = replace(p, reference_model=plain_forward_mode)
+    options = {"fisher_type": "type-2", "kfac_approx": "reduce" if reduce else "expand"}
+    options["separate_weight_and_bias"] = not joint
+    K = build(KFACLinearOperator, p, **options)
+    assert error(matrix(K), kfac_reference.kfac(p, "type-2", reduce=reduce, joint=joint)) <= 1e-9
+    E = build(EKFACLinearOperator, p, **options)
+    assert error(E.trace(), reference.ggn(p).trace()) <= 1e-9
 
 
 # --- tables of matrices

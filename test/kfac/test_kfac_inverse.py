@@ -9,8 +9,8 @@ import problems
 import pytest
 import torch
 from contract import ALL, error, matrix
-from kfac_models import problem
 from models import EQUAL_LAYERS, Using, repeated
+from problems import problem
 from structured_cases import QUANTITIES
 from torch import Tensor, nn
 

@@ -28,12 +28,13 @@ def _seed(caplog):
 
 
 class EncoderDecoder(nn.Module):
-    """A source and a target, which is read by a convolution of single positions, too."""
+    """A source and a target, which has tokens, and is read by a grouped convolution, too."""
 
     def __init__(self, adapted: bool = False):
         super().__init__()
         self.encoder, self.decoder = nn.Linear(D, D), nn.Linear(D, D)
-        self.filters, self.head = nn.Conv1d(D, D, 1), nn.Linear(D, CLASSES)
+        self.filters, self.head = nn.Conv1d(D, D, 1, groups=D), nn.Linear(D, CLASSES)
+        self.table = nn.Embedding(CLASSES, D)
         self.adapted = adapted
         if adapted:
             self.up = nn.Linear(D, D, bias=False)
@@ -43,7 +44,7 @@ class EncoderDecoder(nn.Module):
         e = torch.tanh(self.encoder(X["source"]))
         e = torch.tanh(self.up(e)) if self.adapted else e
         e = (e * real).sum(1) / real.sum(1).clamp(min=1)
-        d = torch.tanh(self.decoder(X["target"]) + e.unsqueeze(1))
+        d = torch.tanh(self.decoder(X["target"]) + self.table(X["target ids"]) + e.unsqueeze(1))
         d = torch.tanh(self.filters(d.mT)).mT
         return self.head(d).mT
 
@@ -56,6 +57,7 @@ def sample(source: int, target: int) -> tuple[dict[str, Tensor], Tensor]:
     X = {"source": torch.randn(1, source, D), "target": torch.randn(1, target, D)}
     X = {name: x.double() for name, x in X.items()}
     X |= {f"{name} mask": torch.ones(1, x.shape[1]).double() for name, x in X.items()}
+    X["target ids"] = torch.randint(CLASSES, (1, target))
     return X, torch.randint(CLASSES, (1, target))
 
 
@@ -72,7 +74,7 @@ def padded(parts: list[tuple[dict[str, Tensor], Tensor]], source: int, target: i
 
 
 def _pad(name: str) -> float:
-    return 0.0 if "mask" in name else 7.0
+    return 0.0 if "mask" in name else 1.0 if "ids" in name else 7.0
 
 
 #: Lengths of sources and targets of the samples in batches, and the lengths with padding.

@@ -235,16 +235,10 @@ def attention() -> nn.Module:
     return Using(function, **{name: nn.Linear(3, 3) for name in ("embed", "q", "k", "v", "head")})
 
 
-def inputs(operator: Any) -> dict[str, Any]:
-    """The input factors of an operator by the weight."""
-    blocks = operator._made_blocks()
-    return {block.names[0]: block.terms[0].inputs for block in blocks if block.terms}
-
-
 @both
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("damping", [{}, {"use_heuristic_damping": True}])
-def test_layers_with_the_same_inputs_share_a_factor(
+def test_layers_that_have_the_same_inputs_in_some_batches(
     cls: type, reduce: bool, damping: dict[str, bool], tmp_path
 ):
     model = attention().double()
@@ -255,9 +249,6 @@ def test_layers_with_the_same_inputs_share_a_factor(
     arguments = model, nn.CrossEntropyLoss(), params
     equal = [({**x, "own": False}, y) for x, y in data]  # the same number of samples
     alike, operator = (cls(*arguments, some, **options) for some in (equal, data))
-    of_batches, A = inputs(alike), inputs(operator)
-    assert of_batches["q.weight"] is of_batches["k.weight"] is of_batches["v.weight"]
-    assert A["q.weight"] is A["v.weight"] is not A["k.weight"]
     for name, _ in model.named_children():  # one layer alone shares nothing
         own = {key: x for key, x in params.items() if key.startswith(f"{name}.")}
         alone = cls(model, nn.CrossEntropyLoss(), own, data, **options)
@@ -267,7 +258,8 @@ def test_layers_with_the_same_inputs_share_a_factor(
             inverse = operator.inverse(0.1, **damping)
             together = SubmatrixLinearOperator(inverse, list(own), list(own))
             assert error(matrix(together), matrix(alone.inverse(0.1, **damping))) <= 1e-12
-    before = matrix(operator)
+    before, other = matrix(operator), matrix(alike)
+    assert error(other, before) > 1e-3
     operator.save(tmp_path / "factors")
     alike.load(tmp_path / "factors")
     assert error(matrix(alike), before) <= 1e-14
@@ -277,12 +269,3 @@ def test_layers_with_the_same_inputs_share_a_factor(
         assert error(matrix(first), before) <= 1e-12
         last.update(data[0])
         assert error(matrix(last), before) <= 1e-12
-
-
-def test_layers_in_half_precision_share_a_factor():
-    model = attention().bfloat16()
-    X = {"x": torch.randn(4, 4, 3).bfloat16(), "own": False}
-    params = list(model.parameters())
-    K = KFACLinearOperator(model, nn.CrossEntropyLoss(), params, [(X, torch.randint(3, (4,)))])
-    A = inputs(K)
-    assert A["q.weight"] is A["v.weight"]

@@ -24,7 +24,6 @@ from curvlinops import (
 
 pytestmark = pytest.mark.extensive
 
-SEEDS = 3
 SUM = nn.MSELoss(reduction="sum")
 TERMS = {"terms": "sample"}
 #: Says what a sample is where outputs are flattened.
@@ -34,73 +33,6 @@ FLAT = {"batch_size_fn": len}
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
-
-
-Layer = Callable[[Tensor], Tensor]
-
-
-def time_first(f: Layer, x: Tensor) -> Tensor:
-    return f(x.transpose(0, 1)).transpose(0, 1)
-
-
-def flattened(f: Layer, x: Tensor) -> Tensor:
-    return f(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def time_first_flattened(f: Layer, x: Tensor) -> Tensor:
-    h = f(x.transpose(0, 1).reshape(-1, x.shape[2]))
-    return h.reshape(x.shape[1], len(x), -1).transpose(0, 1)
-
-
-def sorted_by_value(f: Layer, x: Tensor) -> Tensor:
-    order = x[:, 0, 0].argsort()
-    return f(x[order])[order.argsort()]
-
-
-def either_way(f: Layer, x: Tensor) -> Tensor:
-    return time_first_flattened(f, x) if x[0, 0, 0] > 0 else flattened(f, x)
-
-
-#: How a layer may see batches ``[N, T, d]``, and whether the rows follow an axis.
-ORDERS: dict[str, tuple[Callable[[Layer, Tensor], Tensor], bool]] = {
-    "samples first": (lambda f, x: f(x), True),
-    "time first": (time_first, True),
-    "flattened": (flattened, True),
-    "time first, flattened": (time_first_flattened, True),
-    "both ways, tied": (lambda f, x: f(x) + 2 * time_first(f, x).sin(), True),
-    "either way": (either_way, True),
-    "dead samples": (lambda f, x: time_first(f, x) * (x[:, :1, :1] > 0), True),
-    "reversed": (lambda f, x: f(x.flip(0)).flip(0), False),
-    "sorted by value": (sorted_by_value, False),
-}
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(3, 3), (2, 4), (3, 3)],
-        [(1, 5), (4, 4), (4, 4)],
-        [(16, 2), (16, 2), (5, 2)],
-        [(4, 1), (4, 3)],
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("name", ORDERS)
-def test_orders(name: str, shapes: list[tuple[int, int]]):
-    order, follows_axis = ORDERS[name]
-    for seed in range(SEEDS):
-        torch.manual_seed(seed)
-        model = Using(
-            lambda s, x: s.head(torch.tanh(order(s.layer, x)).mean(1)),
-            layer=nn.Linear(3, 3),
-            head=nn.Linear(3, 2),
-        ).double()
-        data = [(torch.randn(*s, 3).double(), torch.randn(s[0], 2).double()) for s in shapes]
-        rows = rows_in_batches(model, data, SUM)
-        A = PerSampleGradientLinearOperator(model, SUM, list(model.parameters()), data)
-        for _ in range(2):
-            assert error(A.dense(), rows) <= 1e-10, seed
-        assert not (follows_axis and A.fallbacks), (seed, A.fallbacks)
 
 
 def adapter() -> nn.Module:
@@ -536,3 +468,22 @@ def test_samples_of_a_recurrence_over_the_batch_are_refused():
     for kind in (PerSampleGradientLinearOperator, EFLinearOperator, GGNDiagonalLinearOperator):
         with pytest.raises(ValueError, match="depends on the other samples"):
             kind(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)])
+
+
+def test_sets_whose_elements_are_changed_before_the_first_layer():
+    """The layer sees rows of samples, not a constant, though its input has no gradient."""
+
+    def function(s: Using, X: dict[str, Tensor]) -> Tensor:
+        x = (X["x"] - X["x"].mean()).clamp(min=-1)
+        return X["pool"] @ s.layer(x).tanh()
+
+    model, data = Using(function, layer=nn.Linear(3, 2)).double(), []
+    for sizes in ([2, 2], [1, 3]):
+        pool = torch.block_diag(*(torch.ones(1, size) for size in sizes)).double()
+        data.append(({"x": torch.randn(4, 3).double(), "pool": pool}, torch.randn(2, 2).double()))
+    params, options = list(model.parameters()), {"batch_size_fn": lambda X: len(X["pool"])}
+    J = PerSampleGradientLinearOperator(model, SUM, params, data, **options)
+    assert error(J.dense(), rows_in_batches(model, data, SUM)) <= 1e-10
+    K = KFACLinearOperator(model, SUM, params, data, fisher_type="type-2", **options)
+    x = torch.cat([(X["x"] - X["x"].mean()).clamp(min=-1) for X, _ in data])
+    assert error(K.input_covariances["layer"], x.T @ x / len(x)) <= 1e-12

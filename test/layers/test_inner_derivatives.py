@@ -1,29 +1,19 @@
 """Models whose output has derivatives with respect to the input, as those of PINNs."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 
-import kfac_reference
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
-from contract import error, matrix
 from models import Using
-from problems import Problem
-from sample_gradients import compare, loop
+from sample_gradients import Row, batches, core, weight
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from curvlinops import EKFACLinearOperator, KFACLinearOperator
-
-L = nn.Linear
-LOSS = nn.MSELoss(reduction="sum")
-
-
-@pytest.fixture(autouse=True)
-def _seed(double):
-    torch.manual_seed(0)
+L, points = nn.Linear, batches(2)
+MODELS: dict[str, Row] = {}
 
 
 # --- ways to differentiate
@@ -112,7 +102,7 @@ def rows_by_vmap(m: Using, x: Tensor) -> Tensor:
     return torch.cat([x.flatten(1) for x in rows], 1)
 
 
-#: Ways, each with an activation.
+#: Ways to differentiate, each with an activation.
 WAYS: dict[Callable[[Using, Tensor], Tensor], type[nn.Module]] = {
     laplacian: nn.SiLU,
     values_and_derivatives: nn.GELU,
@@ -129,59 +119,20 @@ WAYS: dict[Callable[[Using, Tensor], Tensor], type[nn.Module]] = {
 }
 #: Ways that differentiate each of several outputs.
 SEVERAL = batched_gradients, jacobian, rows_by_vmap
-CORE = laplacian, values_and_derivatives, forward_mode, hessian_of_batches_of_one
 ACTIVATIONS = nn.Tanh, nn.SiLU, nn.GELU, nn.Softplus, nn.ELU
 
 
-def batches(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    X = [torch.rand(3, 2), torch.rand(4, 2)]
-    return [(x, torch.randn_like(model(x))) for x in X]
-
-
-def check(model: nn.Module, covered: bool = True, fallback: str = "error") -> None:
-    """Compare gradients of samples, and KFAC of batches of other sizes."""
-    data = [(x, y.detach()) for x, y in batches(model)]
-    compare(model, data, loop(model, list(model.parameters()), data, LOSS), covered)
-    X, Y = (torch.cat(x) for x in zip(*data, strict=True))
-    options = {"fisher_type": "empirical", "check_deterministic": False, "fallback": fallback}
-    found = []
-    for sizes in ([7], [1, 6]):
-        split = list(zip(X.split(sizes), Y.split(sizes), strict=True))
-        found.append(KFACLinearOperator(model, LOSS, list(model.parameters()), split, **options))
-    assert error(*map(matrix, found)) <= 1e-9
-
-
-def mlp(activation: type[nn.Module], outputs: int = 1) -> nn.Module:
+def mlp(activation: type[nn.Module], outputs: int) -> nn.Module:
     return nn.Sequential(L(2, 4), activation(), L(4, 3), activation(), L(3, outputs))
 
 
-def _name(x: Any) -> str:
-    return x.__name__
-
-
-def rows(table: Iterable[Any], core: Collection[Any]) -> list[Any]:
-    """Return the rows of a table, of which some are tested each time."""
-    marks = pytest.mark.extensive
-    return [x if x in core else pytest.param(x, marks=marks) for x in table]
-
-
-@pytest.mark.parametrize("way", rows(WAYS, CORE), ids=_name)
-def test_ways(way: Callable):
-    check(Using(way, net=mlp(WAYS[way], outputs=1 + (way in SEVERAL))))
-
-
-@pytest.mark.extensive
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=_name)
-@pytest.mark.parametrize("way", WAYS, ids=_name)
-def test_ways_and_activations(way: Callable, activation: type):
-    check(Using(way, net=mlp(activation, outputs=1 + (way in SEVERAL))))
-
-
-# --- nets
-
-
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) / 2)
+for _way, _kind in [*WAYS.items(), *zip(WAYS, cycle(ACTIVATIONS), strict=False)]:
+    MODELS[f"{_way.__name__}, {_kind.__name__}"] = Row(
+        _way,
+        {"net": partial(mlp, _kind, 1 + (_way in SEVERAL))},
+        points,
+        core=WAYS[_way] is _kind and _way in (laplacian, forward_mode, hessian_of_batches_of_one),
+    )
 
 
 def gated(m: Using, x: Tensor) -> Tensor:
@@ -261,43 +212,15 @@ def equation(m: Using, x: Tensor) -> Tensor:
     return m.viscosity * _grad(du[:, 1], x)[:, 1:] - u * du[:, :1]
 
 
-@pytest.mark.parametrize("name", rows(NETS, ["gated", "grouped-convolution", "layer-norm"]))
-def test_nets(name: str):
-    covered = name != "layer-norm"  # no rule for the scale in the derivative
-    check(Using(equation, net=NETS[name](), viscosity=weight(1)), covered, "dense")
+for _name, _make in NETS.items():
+    _parts = {"net": _make, "viscosity": (1,)}
+    _covered = _name != "layer-norm"  # no rule for the scale in the derivative
+    _core = _name in ("gated", "grouped-convolution")
+    MODELS[f"equation, {_name}"] = Row(equation, _parts, points, _covered, core=_core)
+    MODELS[f"forward mode, {_name}"] = Row(forward_mode, {"net": _make}, points)
 
 
-@pytest.mark.extensive
-@pytest.mark.parametrize("name", NETS)
-def test_nets_in_forward_mode(name: str):
-    check(Using(forward_mode, net=NETS[name]()), fallback="dense")
-
-
-# --- KFAC
-
-
-def plain_forward_mode(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Value and derivative are positions of the same layers; biases see the value alone."""
-    w, b, v, c = params.values()
-    linear = kfac_reference.linear
-    z, dz = linear(x, w, b), linear(torch.ones_like(x), w)
-    h = torch.tanh(z)
-    return torch.cat([linear(h, v, c), linear((1 - h.square()) * dz, v)], 1)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("reduce", [False, True])
-def test_values_and_derivatives_are_positions(reduce: bool, joint: bool):
-    def function(m: Using, x: Tensor) -> Tensor:
-        return torch.cat(torch.func.jvp(m.net, (x,), (torch.ones_like(x),)), 1)
-
-    model = Using(function, net=nn.Sequential(L(2, 4), nn.Tanh(), L(4, 2)))
-    data = [(x, y.detach()) for x, y in batches(model)]
-    params, loss = dict(model.named_parameters()), nn.MSELoss()
-    p = Problem(model, loss, params, data, reference_model=plain_forward_mode, mc=True)
-    options = {"fisher_type": "type-2", "kfac_approx": "reduce" if reduce else "expand"}
-    options["separate_weight_and_bias"] = not joint
-    K = KFACLinearOperator(model, loss, params, data, **options)
-    assert error(matrix(K), kfac_reference.kfac(p, "type-2", reduce=reduce, joint=joint)) <= 1e-9
-    E = EKFACLinearOperator(model, loss, params, data, **options)
-    assert error(E.trace(), reference.ggn(p).trace()) <= 1e-9
+@pytest.mark.parametrize("name", core(MODELS))
+def test_models(name: str, double: None):
+    torch.manual_seed(0)
+    MODELS[name].check()

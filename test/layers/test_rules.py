@@ -16,7 +16,7 @@ from sample_gradients import check, check_rows, images, loop, rows_in_batches, s
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from curvlinops import EFLinearOperator, EKFACLinearOperator
+from curvlinops import EFLinearOperator
 from curvlinops import PerSampleGradientLinearOperator as PerSampleGradients
 from curvlinops.layers.gradients import PerSampleGradient
 from curvlinops.layers.reading import ParameterUse
@@ -506,24 +506,3 @@ def test_samples_of_unequal_size():
     arguments = model, LOSS, [model.a.weight], [(x, torch.randn(2, 3))]
     found, rows = PerSampleGradients(*arguments).dense(), loop(model, *arguments[2:], LOSS)
     assert bool(((found - rows).norm(dim=1) <= 1e-4 * rows.norm(dim=1)).all())
-
-
-def _sets(sizes: list[int]) -> dict[str, Tensor]:
-    """Return a batch of sets, one after the other, and the matrix that sums over each."""
-    pooling = torch.block_diag(*(torch.ones(1, size) for size in sizes))
-    return {"x": torch.randn(sum(sizes), 3), "pooling": pooling}
-
-
-def test_sets_of_other_sizes_in_batches_of_the_same_shapes():
-    """Batches of equal shapes may assign rows to samples in different ways."""
-    model = Using(lambda s, X: X["pooling"] @ s.layer(X["x"]).tanh(), layer=nn.Linear(3, 2))
-    with torch.no_grad():
-        sizes = [4, 4], [3, 5], [2, 2, 2, 2], [1, 3, 1, 3]
-        data = [(X, torch.randn_like(model(X))) for X in map(_sets, sizes)]
-    rows = rows_in_batches(model, data, LOSS)
-    arguments, options = (model, LOSS, list(model.parameters()), data), {}
-    options["batch_size_fn"] = lambda X: len(X["pooling"])
-    operator = PerSampleGradients(*arguments, **options)
-    torch.testing.assert_close(operator.dense(), rows)
-    corrected = EKFACLinearOperator(*arguments, fisher_type="empirical", **options)
-    torch.testing.assert_close(corrected.trace(), rows.square().sum())

@@ -1,7 +1,9 @@
-"""Models that use their parameters in all ways: per-sample gradients, one sample at a time."""
+"""Models that use their parameters in all ways: what is computed of gradients of samples.
+
+A model is a row of `MODELS`. All that operators compute is compared with one sample at a time.
+"""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -9,53 +11,53 @@ import problems
 import pytest
 import torch
 import torch.nn.functional as F
-from contract import CASES, matrix
+from contract import CASES, error, matrix
 from models import Using
 from problems import Problem
 from sample_gradients import (
+    Row,
+    batches,
     bounded,
-    check,
-    check_factors,
+    check_blocks,
+    check_rows,
     compare,
+    core,
+    linear,
     loop,
     rows_in_batches,
     sequences,
+    weight,
 )
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 
-from curvlinops import (
-    KFACLinearOperator,
-    PerSampleGradientLinearOperator,
-)
+from curvlinops import KFACLinearOperator, PerSampleGradientLinearOperator
+from curvlinops.layers import recorded
+from curvlinops.structured.layout import with_strides
 
-pytestmark = pytest.mark.extensive
-
-LOSS = nn.MSELoss(reduction="sum")
+L, LOSS = nn.Linear, nn.MSELoss(reduction="sum")
+FUNCTION = "a layer uses a function of it"
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed(double):
     torch.manual_seed(0)
 
 
-def linear(*sizes: int) -> Callable[[], nn.Module]:
-    return partial(nn.Linear, *sizes)
+vectors, images = batches(4), batches(2, 5, 5, sizes=(3, 2))
 
 
-def weight(*shape: int) -> nn.Parameter:
-    """Return a random parameter."""
-    return nn.Parameter(torch.randn(shape) / 2)
+MODELS: dict[str, Row] = {}
 
 
-def vectors() -> list[Tensor]:
-    """Two batches of unequal size."""
-    return [torch.randn(4, 4), torch.randn(3, 4)]
+def model(inputs: Callable[[], list], covered: bool = True, **parts: Any) -> Callable:
+    """Register a function of parts."""
 
+    def register(function: Callable) -> Callable:
+        MODELS[function.__name__] = Row(function, parts, inputs, covered)
+        return function
 
-def images() -> list[Tensor]:
-    """Two batches of unequal size."""
-    return [torch.randn(3, 2, 5, 5), torch.randn(2, 2, 5, 5)]
+    return register
 
 
 def tasks() -> list[dict[str, Tensor]]:
@@ -66,27 +68,6 @@ def tasks() -> list[dict[str, Tensor]]:
 def series() -> list[dict[str, Tensor]]:
     """Two batches of unequal size."""
     return [{"x": torch.randn(n, 6, 1), "mask": torch.ones(n, 1)} for n in (3, 5)]
-
-
-#: A function of parts and of an input, the parts, inputs, and whether rules cover all parameters.
-MODELS: dict[str, tuple[Callable, dict[str, Any], Callable[[], list], bool]] = {}
-
-
-def model(inputs: Callable[[], list], covered: bool = True, **parts: Any) -> Callable:
-    """Register a function of parts, each of which is built, or a weight of some shape."""
-
-    def register(function: Callable) -> Callable:
-        MODELS[function.__name__] = function, parts, inputs, covered
-        return function
-
-    return register
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str):
-    function, parts, inputs, covered = MODELS[name]
-    built = {n: weight(*part) if isinstance(part, tuple) else part() for n, part in parts.items()}
-    check(Using(function, **built), inputs(), covered)
 
 
 @model(tasks, weight=(2, 4, 3), bias=(2, 3))
@@ -217,10 +198,8 @@ WRITTEN: dict[str, Callable[[Using, Tensor], Tensor]] = {
     "rows of samples": _overwritten,
 }
 _PARTS = {"p": (6,), "w": (3, 3), "first": linear(4, 3)}
-MODELS |= {
-    f"written, {name}": (f, _PARTS, vectors, name != "rows of samples")
-    for name, f in WRITTEN.items()
-}
+for _name, _call in WRITTEN.items():
+    MODELS[f"written, {_name}"] = Row(_call, _PARTS, vectors, _name != "rows of samples")
 
 
 @model(vectors, a=linear(4, 2), w=(2, 2))
@@ -228,7 +207,9 @@ def transformed(s: Using, x: Tensor) -> Tensor:
     return torch.func.vmap(s.a)(x) @ s.w
 
 
-@model(series, False, read=linear(1, 4), head=linear(4, 3), decay=(2, 4, 3), scale=(2, 4, 3))
+@model(
+    series, covered=False, read=linear(1, 4), head=linear(4, 3), decay=(2, 4, 3), scale=(2, 4, 3)
+)
 def state_space(s: Using, X: dict[str, Tensor]) -> Tensor:
     """Long convolutions by Fourier transforms of what parameters decay like."""
     x, T = s.read(X["x"]).mT, X["x"].shape[1]
@@ -276,7 +257,250 @@ def gradients_that_end(s: Using, x: Tensor) -> Tensor:
     return Stopping.apply(s.first(x)) * s.second(x)
 
 
-# --- complex numbers, sparse and jagged inputs
+# --- layouts: a layer sees samples in any order
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def time_first(f: Layer, x: Tensor) -> Tensor:
+    return f(x.transpose(0, 1)).transpose(0, 1)
+
+
+def flattened(f: Layer, x: Tensor) -> Tensor:
+    return f(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def time_first_flattened(f: Layer, x: Tensor) -> Tensor:
+    h = f(x.transpose(0, 1).reshape(-1, x.shape[2]))
+    return h.reshape(x.shape[1], len(x), -1).transpose(0, 1)
+
+
+def sorted_by_value(f: Layer, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return f(x[order])[order.argsort()]
+
+
+def either_way(f: Layer, x: Tensor) -> Tensor:
+    return time_first_flattened(f, x) if x[0, 0, 0] > 0 else flattened(f, x)
+
+
+#: How a layer may see batches ``[N, T, d]``, and whether the rows follow an axis.
+ORDERS: dict[str, tuple[Callable[[Layer, Tensor], Tensor], bool | None]] = {
+    "samples first": (lambda f, x: f(x), True),
+    "time first": (time_first, True),
+    "flattened": (flattened, True),
+    "time first, flattened": (time_first_flattened, True),
+    "both ways, tied": (lambda f, x: f(x) + 2 * time_first(f, x).sin(), True),
+    "either way": (either_way, True),
+    "dead samples": (lambda f, x: time_first(f, x) * (x[:, :1, :1] > 0), True),
+    "reversed": (lambda f, x: f(x.flip(0)).flip(0), None),
+    "sorted by value": (sorted_by_value, None),
+}
+SHAPES = [
+    *([(3, 3), (2, 4), (3, 3)], [(1, 5), (4, 4), (4, 4)], [(16, 2), (16, 2), (5, 2)]),
+    [(4, 1), (4, 3)],
+]
+for (_name, (_call, _covered)), _shapes in product(ORDERS.items(), SHAPES):
+    MODELS[f"{_name}, {_shapes}"] = Row(
+        lambda s, x, order=_call: s.head(torch.tanh(order(s.layer, x)).mean(1)),
+        {"layer": linear(3, 3), "head": linear(3, 2)},
+        lambda shapes=_shapes: [torch.randn(*shape, 3) for shape in shapes],
+        _covered,
+        core=_shapes is SHAPES[0] and _name in ("time first", "either way", "sorted by value"),
+    )
+
+
+# --- constants that multiply parameters, and rows of samples that look like such
+
+
+def on_a_constant_table(s: Using, x: Tensor) -> Tensor:
+    """A layer on a constant table with a leading axis of length one, as in SwinV2."""
+    return torch.tanh(s.first(x) + s.table(s.places).softmax(-1)).mean(1)
+
+
+#: Functions of a weight, and of constants.
+CONSTANT: dict[str, Callable[[Using, Tensor], Tensor]] = {
+    "product": lambda s, x: x @ (s.constant @ s.w),
+    "product with data, too": lambda s, x: (x @ s.w) @ (s.constant @ s.w),
+    "mask": lambda s, x: x @ (s.w * (s.constant > 0)),
+    "rows": lambda s, x: x @ s.w[[2, 0, 1, 3]],
+    "standardized": lambda s, x: x @ ((s.w - s.w.mean(0)) / s.w.std(0)),
+}
+for _sizes in ((3, 1), (1, 3), (1, 1, 1, 1), (2, 2)):
+    _places = lambda: nn.Buffer(torch.randn(1, 3, 2))  # noqa: E731
+    _parts = {"first": linear(4, 5), "table": linear(2, 5), "places": _places}
+    MODELS[f"constant table, {_sizes}"] = Row(
+        on_a_constant_table, _parts, batches(3, 4, sizes=_sizes), core=True
+    )
+for (_name, _call), _sizes in product(CONSTANT.items(), ((5,), (1, 4), (1, 1))):
+    MODELS[f"constant, {_name}, {_sizes}"] = Row(
+        _call,
+        {"w": (4, 4), "constant": lambda: nn.Buffer(torch.randn(4, 4))},
+        batches(4, sizes=_sizes),
+        None if "too" in _name else True,
+        FUNCTION,
+        core=_sizes != (1, 1),
+    )
+
+
+# --- parts of parameters: views, and copies of views
+
+#: Parts of a parameter ``[2, 3, 4]``, given a copy somewhere on the way.
+PARTS: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "all": lambda w, copy: copy(w),
+    "first": lambda w, copy: copy(w[:1]),
+    "transposed": lambda w, copy: copy(w.mT),
+    "transposed after": lambda w, copy: copy(w).transpose(-1, -2),
+    "in another order of memory": lambda w, copy: copy(w.mT).contiguous(),
+    "permuted": lambda w, copy: copy(w).permute(-1, 0, 1),
+    "without the last": lambda w, copy: copy(w)[:, :-1],
+    "steps": lambda w, copy: copy(w[:, 1::2, ::3]),
+    "narrowed": lambda w, copy: copy(copy(w)[1]).narrow(-1, 1, 2),
+    "last": lambda w, copy: copy(w)[:, -1],
+    "chunk": lambda w, copy: copy(w.chunk(2, -1)[1]),
+    "split": lambda w, copy: copy(w).split([1, 2], -2)[1],
+    "unbound": lambda w, copy: copy(w).unbind(-3)[1],
+    "selected by a tensor": lambda w, copy: copy(w)[torch.tensor(1)],
+    "one more axis": lambda w, copy: copy(w)[None].mT,
+    "squeezed": lambda w, copy: copy(w[:1]).squeeze(0).t(),
+    "without some axes of length one": lambda w, copy: copy(w[:1, :, :1]).squeeze((0, -1)),
+    "flat": lambda w, copy: copy(w.flatten(1)),
+    "in another shape": lambda w, copy: copy(w).reshape(-1)[4:10].view(2, 3),
+    "in another order and shape": lambda w, copy: copy(w).mT.reshape(2, 12),
+    "diagonal": lambda w, copy: copy(w).diagonal(0, 1, 2),
+    "an entry": lambda w, copy: copy(w)[1, 1:2, 2:3],
+}
+#: Functions that are no views, or have entries twice.
+NO_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda w: 2 * w.float(),
+    "sine": lambda w: w.float().sin().double(),
+    "written to": lambda w: w.clone().mul_(2),
+    "triangle": lambda w: w.clone().tril(),
+    "index": lambda w: w.clone()[[1, 0]],
+    "side by side": lambda w: torch.cat([w, w]).float(),
+    "expanded": lambda w: w.float()[:, :1].expand(2, 3, 4),
+    "expanded to two": lambda w: w.float()[:1].expand(2, 3, 4),
+    "windows": lambda w: w.flatten()[:7].unfold(0, 4, 1),
+    "windows side by side": lambda w: w.flatten().unfold(0, 6, 6),
+    "complex": lambda w: w.to(torch.complex64).mT.real,
+}
+
+
+def times(part: Callable[[Tensor], Tensor]) -> Callable[[Using, Tensor], Tensor]:
+    """Return the product with a part of a weight."""
+
+    def function(s: Using, X: Tensor) -> Tensor:
+        w = part(s.w)
+        w = w.flatten(1) if w.ndim > 1 else w
+        return (X[:, : len(w)].to(w.dtype) @ w).double()
+
+    return function
+
+
+for _number, (_name, _part) in enumerate(PARTS.items()):
+    for _kind, _copy, _tolerance in (("none", lambda x: x, 1e-10), ("cast", Tensor.float, 1e-5)):
+        _call = times(lambda w, part=_part, copy=_copy: part(w, copy))
+        _row = Row(_call, {"w": (2, 3, 4)}, vectors, True, "kronecker", _tolerance)
+        MODELS[f"part, {_name}, {_kind}"] = _row._replace(core=_number % 4 == 2 * (_kind == "cast"))
+for _name, _part in NO_PARTS.items():
+    MODELS[f"no part, {_name}"] = Row(
+        times(_part), {"w": (2, 3, 4)}, vectors, True, FUNCTION, 1e-5, _name in ("index", "windows")
+    )
+
+
+@pytest.mark.parametrize("part", [lambda w: w.T, lambda w: w[:, 1:3].T, lambda w: w[::2, ::3]])
+def test_parts_in_the_order_of_the_parameter(part: Callable[[Tensor], Tensor]):
+    w = torch.arange(24.0).reshape(4, 6)
+    view = part(w)
+    found = with_strides("w", tuple(view.shape), view.stride(), view.storage_offset())
+    assert found is not None
+    assert torch.equal(found.in_order.of(w.reshape(1, -1)).flatten(), view.flatten().sort().values)
+
+
+# --- equal uses, which are computed together
+
+
+def residual(s: Using, x: Tensor) -> Tensor:
+    """Layers whose inputs are different tensors."""
+    for layer in s.layers:
+        x = x + torch.tanh(layer(x))
+    return x
+
+
+def parallel(s: Using, x: Tensor) -> Tensor:
+    """Layers with one input."""
+    return sum(torch.tanh(layer(x)) for layer in s.layers)
+
+
+def twice(s: Using, x: Tensor) -> Tensor:
+    """Layers that are used twice."""
+    return residual(s, residual(s, x).view_as(x))
+
+
+def both_ways(s: Using, x: Tensor) -> Tensor:
+    """Weights that are used twice, once transposed."""
+    for layer in s.layers:
+        x = torch.tanh(layer(x)) @ layer.weight
+    return x
+
+
+def halves(s: Using, x: Tensor) -> Tensor:
+    """Weights of which parts are used, other ones of each."""
+    for i, layer in enumerate(s.layers):
+        x = x + torch.tanh(x @ layer.weight[i % 2 :: 2].repeat(2, 1))
+    return x
+
+
+def precisions(s: Using, x: Tensor) -> Tensor:
+    """Inputs of layers in several dtypes."""
+    for i, layer in enumerate(s.layers):
+        dtype = torch.float64 if i % 2 else torch.float32
+        x = x + torch.tanh(F.linear(x.to(dtype), layer.weight.to(dtype))).double()
+    return x
+
+
+def layers(make: Callable[..., nn.Module], **options: Any) -> dict[str, Callable[[], nn.Module]]:
+    return {"layers": lambda: nn.ModuleList(make(4, 4, **options) for _ in range(3))}
+
+
+_IMAGES, _FILTERS = batches(4, 3, 3), {"kernel_size": 3, "padding": 1}
+EQUAL = {
+    "residual": Row(residual, layers(nn.Linear), vectors),
+    "parallel": Row(parallel, layers(nn.Linear), vectors),
+    "twice": Row(twice, layers(nn.Linear), vectors),
+    "both ways": Row(both_ways, layers(nn.Linear), vectors),
+    "halves": Row(halves, layers(nn.Linear), vectors),
+    "precisions": Row(precisions, layers(nn.Linear), vectors, tolerance=1e-5),
+    "parallel, tokens": Row(parallel, layers(nn.Linear), batches(3, 4)),
+    "twice, tokens": Row(twice, layers(nn.Linear), batches(3, 4)),
+    "residual, images": Row(residual, layers(nn.Conv2d, **_FILTERS), _IMAGES),
+    "parallel, groups": Row(parallel, layers(nn.Conv2d, groups=2, **_FILTERS), _IMAGES),
+}
+MODELS |= {f"equal layers, {name}": row for name, row in EQUAL.items()}
+
+
+@pytest.mark.parametrize("at_once", [2**6, 2**20])
+@pytest.mark.parametrize("name", EQUAL)
+def test_blocks_do_not_depend_on_other_layers(
+    name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(recorded, "_COPIED", at_once)
+    row = EQUAL[name]
+    model, tolerance = row.build(), row.tolerance
+    data = [(X, torch.randn_like(model(X))) for X in row.inputs()]
+    rows, params = loop(model, list(model.parameters()), data, LOSS), list(model.parameters())
+    check_rows(PerSampleGradientLinearOperator(model, LOSS, params, data), rows, tolerance)
+    options = {"fisher_type": "empirical", "fallback": "dense", "check_deterministic": False}
+    for joint, approx in [(True, "expand"), (False, "reduce")]:
+        options |= {"separate_weight_and_bias": not joint, "kfac_approx": approx}
+        whole, *blocks = (
+            KFACLinearOperator(model, LOSS, list(one.parameters()), data, **options).to_dense()
+            for one in (model, *model.layers)
+        )
+        assert error(whole, torch.block_diag(*blocks)) <= tolerance
+
+
+# --- complex numbers
 
 
 def spectrum(x: Tensor) -> Tensor:
@@ -295,37 +519,48 @@ COMPLEX: dict[str, Callable[[Using, Tensor], Tensor]] = {
     "addcmul": lambda s, x: torch.addcmul(spectrum(x), spectrum(x), s.a.to(x) + 0j).abs(),
     "broadcast": lambda s, x: (spectrum(x).unsqueeze(1) * s.a[:, None]).sum(1).abs(),
 }
+for _name, _call in COMPLEX.items():
+    MODELS[f"complex, {_name}"] = Row(
+        lambda s, x, call=_call: s.head(call(s, x)),
+        {"a": lambda: weight(4).abs() + 0.5, "b": (4,), "head": linear(4, 2)},
+        vectors,
+        True if _name == "product" else None,
+    )
+
+
+# --- tests
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real discards the imaginary part")
+@pytest.mark.parametrize("name", core(MODELS))
+def test_models(name: str):
+    MODELS[name].check()
+
+
+# --- sparse and jagged inputs
+
 SPARSE: dict[str, Callable[[Using, Tensor], Tensor]] = {
     "a layer": lambda s, x: x,
     "product of weights": lambda s, x: F.linear(x, s.head.weight.T @ s.head.weight, s.a).tanh(),
     "sparse product": lambda s, x: torch.tanh(torch.sparse.mm(x, torch.outer(s.a, s.b))),
 }
-#: Names of which rules cover all; of others this is not said.
-COVERED = {"product", "a layer"}
 
 
+@pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.parametrize(
-    "name, layout",
-    [
-        *product(COMPLEX, [torch.strided]),
-        *product(SPARSE, [torch.sparse_coo, torch.sparse_csr]),
-    ],
-)
-def test_complex_and_sparse_numbers(name: str, layout: torch.layout):
-    function = (COMPLEX | SPARSE)[name]
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_numbers(name: str, layout: torch.layout):
     parts = {"a": torch.rand(4) + 0.5, "b": weight(4), "head": nn.Linear(4, 2)}
-    net = Using(lambda s, x: bounded(s.head(function(s, x))), **parts).double()
-    data = [(x.double(), torch.randn(len(x), 2).double()) for x in vectors()]
-    if layout is not torch.strided:
-        data = [(x * (x > 0.2), y) for x, y in data]
+    net = Using(lambda s, x: bounded(s.head(SPARSE[name](s, x))), **parts)
+    data = [(x * (x > 0.2), torch.randn(len(x), 2)) for x in vectors()]
     rows = loop(net, list(net.parameters()), data, LOSS)
-    if layout is not torch.strided:
-        data = [(x.to_sparse(layout=layout), y) for x, y in data]
-    compare(net, data, rows, True if name in COVERED else None)
-    check_factors(net, data, rows)
+    data = [(x.to_sparse(layout=layout), y) for x, y in data]
+    compare(net, data, rows, True if name == "a layer" else None)
+    check_blocks(net, data, rows, "", 1e-9, approximations=())
 
 
+@pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
 @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo, torch.sparse_csr])
 def test_sparse_adjacency(layout: torch.layout):
@@ -341,7 +576,7 @@ def test_sparse_adjacency(layout: torch.layout):
         adjacency = adjacency.to_sparse(layout=layout)
     data = [((features, adjacency), y)]
     compare(net, data, rows, covered=None)
-    check_factors(net, data, rows)
+    check_blocks(net, data, rows, "", 1e-9, approximations=())
 
 
 def summed(jagged: bool, attends: bool) -> nn.Module:
@@ -367,6 +602,7 @@ def summed(jagged: bool, attends: bool) -> nn.Module:
     return Using(function, inner=nn.Linear(2, 3), head=nn.Linear(3, 2)).double()
 
 
+@pytest.mark.extensive
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 @pytest.mark.parametrize(
     "case, attends",
@@ -387,6 +623,7 @@ def test_jagged_tensors(case: str, attends: bool):
 # --- samples
 
 
+@pytest.mark.extensive
 def test_models_that_loop_over_samples(caplog: pytest.LogCaptureFixture):
     p = problems.make("inner-steps")
     gradients = CASES["gradients"].build(p)
@@ -402,6 +639,7 @@ def test_models_that_loop_over_samples(caplog: pytest.LogCaptureFixture):
         KFACLinearOperator(p.model, p.loss, p.params, p.data).trace()
 
 
+@pytest.mark.extensive
 def test_batches_that_cannot_be_cut(caplog: pytest.LogCaptureFixture):
     """Samples of other batches are still evaluated alone."""
     sizes: list[int] = []
@@ -442,6 +680,7 @@ def scaled(entries: int) -> nn.Module:
 DTYPES = {torch.float64: 1e-8, torch.float32: 1e-3}
 
 
+@pytest.mark.extensive
 @pytest.mark.parametrize("entries", [1, 4])
 @pytest.mark.parametrize("sizes", [(5, 2), (1, 4, 1, 3), (16, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

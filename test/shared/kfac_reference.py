@@ -1,86 +1,22 @@
 """Dense float64 references for KFAC and EKFAC: plain autograd, one sample at a time.
 
 Imports nothing from the package. Layers that are modules are found by hooks on a copy of the
-model; models without such modules are written down once more with `linear`, which records. All
+model; models without such modules are written down once more (`models`), which records. All
 parameters that no layer was recorded for have the exact block: that is what norms, scales and
 shifts have in the package.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import reference
 import torch
 from problems import Problem
+from recording import Use, of_lookup, of_rows, record, recording
 from torch import Tensor, nn
 
 Vectors = Callable[[Problem, int, Tensor, Any], Tensor]
-
-
-@dataclass
-class Use:
-    """One use of a weight by one sample, with S positions and G groups.
-
-    Attributes:
-        weight: The parameter.
-        entries: Where the matrices' entries are in the flat parameter, `[G, O, I]`.
-        a: Inputs `[S, G, I]`.
-        output: What is differentiated with respect to.
-        rows: Turns its gradient into `[S, G, O]`.
-        bias: The parameter, and where its entries are, `[G * O]`; its positions may be others.
-        bias_rows: Turns the gradient into `[S, O]`.
-        joint: Whether the bias can be the weight's last column.
-        lookup: Whether only the diagonal of the input factor is kept.
-    """
-
-    weight: Tensor | None
-    entries: Tensor | None
-    a: Tensor | None
-    output: Tensor
-    rows: Callable[[Tensor], Tensor] | None
-    bias: Tensor | None = None
-    bias_entries: Tensor | None = None
-    bias_rows: Callable[[Tensor], Tensor] | None = None
-    joint: bool = True
-    lookup: bool = False
-
-
-_TAPE: list[Use] | None = None
-
-
-@contextmanager
-def _recording() -> Iterator[list[Use]]:
-    global _TAPE
-    _TAPE, before = [], _TAPE
-    try:
-        yield _TAPE
-    finally:
-        _TAPE = before
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    bias_rows: slice = slice(None),
-    transposed: bool = False,
-) -> Tensor:
-    """`x @ weight.T + bias[rows]`, recorded; the first axes number positions."""
-    out = x @ (weight if transposed else weight.T)
-    out = out if bias is None else out + bias[bias_rows]
-    if _TAPE is not None and x.numel():
-        _TAPE.append(_rows(weight, bias, x, out, transposed, bias_rows))
-    return out + 0
-
-
-def lookup(index: Tensor, weight: Tensor) -> Tensor:
-    """`weight[index]`, recorded."""
-    out = weight[index]
-    if _TAPE is not None:
-        _TAPE.append(_embedding(weight, None, index, out))
-    return out + 0
 
 
 def _conv(module: nn.Module, x: Tensor, out: Tensor) -> Use:
@@ -135,51 +71,15 @@ def _conv_transposed(module: nn.Module, x: Tensor, out: Tensor) -> Use:
     )
 
 
-def _embedding(weight: Tensor, padding: int | None, x: Tensor, out: Tensor) -> Use:
-    V, E = weight.shape
-    index = x.flatten()
-    kept = index != (-1 if padding is None else padding)
-    return Use(
-        weight,
-        torch.arange(V * E).reshape(1, V, E).mT,
-        torch.eye(V, dtype=out.dtype)[index[kept]].unsqueeze(1),
-        out,
-        lambda g: g.reshape(-1, 1, E)[kept],
-        lookup=True,
-    )
-
-
 def _bilinear(module: nn.Bilinear, x: Tensor, other: Tensor, out: Tensor) -> Use:
     a = (x.unsqueeze(-1) * other.unsqueeze(-2)).flatten(-2)
-    return _rows(module.weight, module.bias, a, out)
-
-
-def _rows(
-    weight: Tensor,
-    bias: Tensor | None,
-    x: Tensor,
-    out: Tensor,
-    transposed: bool = False,
-    bias_rows: slice = slice(None),
-) -> Use:
-    index = torch.arange(weight.numel()).reshape(weight.shape)
-    index, outs = index.T if transposed else index, out.shape[-1]
-    return Use(
-        weight,
-        index.reshape(1, outs, -1),
-        x.detach().reshape(-1, 1, x.shape[-1]),
-        out,
-        lambda g: g.reshape(-1, 1, outs),
-        bias,
-        None if bias is None else torch.arange(len(bias))[bias_rows],
-        lambda g: g.reshape(-1, outs),
-    )
+    return of_rows(module.weight, module.bias, a, out)
 
 
 _LAYERS: dict[type, Callable[..., Use]] = {
-    nn.Linear: lambda layer, *args: _rows(layer.weight, layer.bias, *args),
+    nn.Linear: lambda layer, *args: of_rows(layer.weight, layer.bias, *args),
     nn.Bilinear: _bilinear,
-    nn.Embedding: lambda layer, *args: _embedding(layer.weight, layer.padding_idx, *args),
+    nn.Embedding: lambda layer, *args: of_lookup(layer.weight, layer.padding_idx, *args),
     **dict.fromkeys([nn.Conv1d, nn.Conv2d, nn.Conv3d], _conv),
     **dict.fromkeys([nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d], _conv_transposed),
 }
@@ -189,12 +89,12 @@ def _watch(p: Problem, model: Any) -> None:
     """Let a copy of a model record; in-place functions must not overwrite what was recorded."""
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> Tensor | None:
-        if _TAPE is None or not out.requires_grad:
+        if not out.requires_grad:
             return None
         if type(module).__name__ == "Conv1D":  # of transformers: `[in, out]`
-            _TAPE.append(_rows(module.weight, module.bias, *args, out, transposed=True))
+            record(lambda: of_rows(module.weight, module.bias, *args, out, transposed=True))
         else:
-            _TAPE.append(_LAYERS[type(module)](module, *args, out))
+            record(lambda: _LAYERS[type(module)](module, *args, out))
         return out + 0
 
     if isinstance(model, nn.Module) and "inner-grad" not in p.tags:
@@ -404,7 +304,7 @@ def sums(p: Problem, vectors: Vectors, options: Options) -> _Sums:
         _watch(p, forward)
         total = _Sums(leaves, options)
         for number, (x, y) in enumerate(reference.samples(p)):
-            with _recording() as uses:
+            with recording() as uses:
                 output = forward(x)
             U = [] if options.forward_only else vectors(p, number, output, y)
             outputs = [use.output for use in uses]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from recording import linear, lookup
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -331,14 +332,16 @@ def frozen_stem() -> nn.Module:
     return Using(lambda m, x: m.head(torch.no_grad()(m.stem)(x)), stem=mlp(), head=mlp(3, 3, 2))
 
 
-# --- The same from plain operations: where PyTorch is wrong, or has no second derivative ----------
+# --- The same from plain operations, of which uses are recorded: where PyTorch is wrong, or has no
+# second derivative, or layers are no modules
 
 Params = dict[str, Tensor]
 
 
 def plain_mlp(params: Params, X: Tensor) -> Tensor:
-    """A functional model in three tensors."""
-    return torch.tanh(X @ params["w"] + params["b"]) @ params["v"]
+    """A functional model in three tensors: a bias that is added on its own has its exact block."""
+    h = torch.tanh(linear(X, params["w"], transposed=True) + params["b"])
+    return linear(h, params["v"], transposed=True)
 
 
 def plain_weight_norm(params: Params, X: Tensor) -> Tensor:
@@ -352,33 +355,180 @@ def plain_weight_norm(params: Params, X: Tensor) -> Tensor:
     return F.linear(h, weight(2, 0), params["2.bias"])
 
 
-def plain_embedding(weight: Tensor, X: Tensor, pad: int) -> Tensor:
-    """F.embedding with padding_idx: uses of the pad row are constants."""
-    out = weight[X]
-    return torch.where((X == pad).unsqueeze(-1), out.detach(), out)
-
-
 def plain_padded(tied: bool, params: Params, X: Tensor) -> Tensor:
     """`padded`."""
-    h = plain_embedding(params["embed.weight"], X, 1)
-    h = h + torch.tanh(F.linear(h.cumsum(1), params["mix.weight"], params["mix.bias"]))
+    h = lookup(X, params["embed.weight"], 1)
+    h = h + torch.tanh(linear(h.cumsum(1), params["mix.weight"], params["mix.bias"]))
     head = params["embed.weight" if tied else "head.weight"]
-    return F.linear(h, head, params["head.bias"]).transpose(1, 2)
+    return linear(h, head, params["head.bias"]).transpose(1, 2)
 
 
 def plain_masked_bag(padding_idx: int, params: Params, X: dict[str, Tensor]) -> Tensor:
     """`masked_bag`."""
-    h = plain_embedding(params["embed.weight"], X["input_ids"], padding_idx)
-    h = torch.tanh(F.linear(h, params["mix.weight"], params["mix.bias"]))
+    h = lookup(X["input_ids"], params["embed.weight"], padding_idx)
+    h = torch.tanh(linear(h, params["mix.weight"], params["mix.bias"]))
     mask = X["attention_mask"].unsqueeze(-1).to(h)
-    return F.linear((h * mask).sum(1) / mask.sum(1), params["head.weight"], params["head.bias"])
+    return linear((h * mask).sum(1) / mask.sum(1), params["head.weight"], params["head.bias"])
 
 
 def plain_bag(mode: str, params: Params, X: Tensor) -> Tensor:
     """`bag`: EmbeddingBag has no second derivative."""
-    h = params["bag.weight"][X]
+    h = lookup(X, params["bag.weight"])
     h = h.sum(1) if mode == "sum" else h.mean(1)
-    return F.linear(torch.tanh(h), params["head.weight"], params["head.bias"])
+    return linear(torch.tanh(h), params["head.weight"], params["head.bias"])
+
+
+def _cell(kind: str, W: Params, suffix: str, x: Tensor, state: tuple) -> tuple:
+    """One step of a recurrent layer, `[1, d]`: the new output, and the new state."""
+    w_ih, w_hh, b_ih, b_hh = (
+        W[f"{n}_{suffix}"] for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
+    ours, theirs = linear(x, w_ih, b_ih), linear(state[0], w_hh, b_hh)
+    if kind == "rnn":
+        h = torch.tanh(ours + theirs)
+        return h, (h,)
+    if kind == "gru":
+        (r, z, n), (s, y, m) = ours.chunk(3, -1), theirs.chunk(3, -1)
+        z = torch.sigmoid(z + y)
+        h = (1 - z) * torch.tanh(n + torch.sigmoid(r + s) * m) + z * state[0]
+        return h, (h,)
+    i, f, g, o = (ours + theirs).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    if f"weight_hr_{suffix}" in W:
+        h = linear(h, W[f"weight_hr_{suffix}"])
+    return h, (h, c)
+
+
+def _layer(kind: str, W: Params, X: Tensor, layers: int = 1, directions: int = 1) -> Tensor:
+    """A recurrent layer, `[1, T, d] -> [1, T, h]`."""
+    for level in range(layers):
+        outputs = []
+        for suffix in [f"l{level}", f"l{level}_reverse"][:directions]:
+            steps = list(X.unbind(1))
+            if suffix.endswith("reverse"):
+                steps.reverse()
+            width = W[f"weight_hh_{suffix}"].shape
+            state = X.new_zeros(1, width[1]), X.new_zeros(1, width[0] // 4)
+            out = []
+            for x in steps:
+                h, state = _cell(kind, W, suffix, x, state)
+                out.append(h)
+            if suffix.endswith("reverse"):
+                out.reverse()
+            outputs.append(torch.stack(out, 1))
+        X = torch.cat(outputs, -1)
+    return X
+
+
+def _inner(params: Params, prefix: str) -> Params:
+    return {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+
+
+def _head(params: Params, x: Tensor) -> Tensor:
+    return linear(x, params["head.weight"], params["head.bias"])
+
+
+def plain_recurrent(kind: str, params: Params, X: Tensor, **options: int) -> Tensor:
+    """`Recurrent`."""
+    return _head(params, _layer(kind, _inner(params, "layer."), X, **options).mean(1))
+
+
+def plain_packed_lstm(params: Params, X: tuple[Tensor, Tensor]) -> Tensor:
+    """`packed_lstm`: steps behind the length do not exist."""
+    W = _inner(params, "layer.")
+    rows = [
+        _layer("lstm", W, x[None, :length]).sum(1)
+        for x, length in zip(X[0], X[1].tolist(), strict=True)
+    ]
+    return _head(params, torch.cat(rows))
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, number: int) -> Tensor:
+    """Attention of `[1, T, E]` with several heads."""
+    q, k, v = (x.unflatten(-1, (number, -1)).transpose(1, 2) for x in (q, k, v))
+    a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    return (a @ v).transpose(1, 2).flatten(-2)
+
+
+def _self_attention(W: Params, x: Tensor) -> Tensor:
+    qkv = linear(x, W["in_proj_weight"], W["in_proj_bias"])
+    return linear(_heads(*qkv.chunk(3, -1), 2), W["out_proj.weight"], W["out_proj.bias"])
+
+
+def plain_self_attention(params: Params, X: Tensor) -> Tensor:
+    """`self_attention`."""
+    return _head(params, torch.tanh(_self_attention(_inner(params, "attention."), X)).mean(1))
+
+
+def plain_cross_attention(params: Params, X: tuple[Tensor, Tensor]) -> Tensor:
+    """`cross_attention`: three matrices, of which each has a third of the bias."""
+    query, memory = X
+    W = _inner(params, "attention.")
+    q, k, v = (
+        linear(x, W[f"{name}_proj_weight"], W["in_proj_bias"], bias_rows=slice(4 * i, 4 * i + 4))
+        for i, (name, x) in enumerate(zip("qkv", (query, memory, memory), strict=True))
+    )
+    k, v = (
+        torch.cat([x, W[name].expand(len(x), -1, -1)], 1)
+        for x, name in ((k, "bias_k"), (v, "bias_v"))
+    )
+    h = linear(_heads(q, k, v, 2), W["out_proj.weight"], W["out_proj.bias"])
+    return _head(params, torch.tanh(h))
+
+
+def plain_encoder_layer(norm_first: bool, params: Params, X: Tensor) -> Tensor:
+    """`encoder_layer`."""
+    W = _inner(params, "layer.")
+
+    def norm(i: int, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (4,), W[f"norm{i}.weight"], W[f"norm{i}.bias"])
+
+    def attend(x: Tensor) -> Tensor:
+        return _self_attention(_inner(W, "self_attn."), x)
+
+    def feed(x: Tensor) -> Tensor:
+        h = F.gelu(linear(x, W["linear1.weight"], W["linear1.bias"]))
+        return linear(h, W["linear2.weight"], W["linear2.bias"])
+
+    if norm_first:
+        X = X + attend(norm(1, X))
+        X = X + feed(norm(2, X))
+    else:
+        X = norm(1, X + attend(X))
+        X = norm(2, X + feed(X))
+    return _head(params, X).transpose(1, 2)
+
+
+def plain_bare(params: Params, x: Tensor) -> Tensor:
+    """`bare`."""
+    h = torch.sin(x * params["scale"] + params["shift"])
+    return linear(h, params["weight"], transposed=True) * params["scale"].sum()
+
+
+def _slopes(function: Callable[[Tensor], Tensor], z: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the second derivative of an elementwise function."""
+    (first,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), z, create_graph=True)
+    return first, second
+
+
+def plain_pinn(params: Params, X: Tensor) -> Tensor:
+    """`pinn`: backward passes multiply by the same weights from the other side."""
+    w, b, v, c = (params[f"net.{name}"] for name in ("0.weight", "0.bias", "2.weight", "2.bias"))
+    ones, second = X.new_ones(1, 1), X.new_tensor([[0.0, 1.0]])
+    z = linear(X, w, b)
+    u = linear(_activation(z), v, c)
+    slope, bend = _slopes(_activation, z)
+    g = linear(ones, v, transposed=True)
+    du = linear(slope * g, w, transposed=True)
+    along = linear(second, w)  # how z moves with the second coordinate
+    d2u = linear(bend * g * along, w, transposed=True)
+    return du[:, :1] - d2u[:, 1:] + u.square()
+
+
+def _activation(z: Tensor) -> Tensor:
+    return F.gelu(F.silu(torch.tanh(z)))
 
 
 class Conditional(nn.Module):

@@ -25,7 +25,8 @@ class Problem:
         mc: Whether the Monte-Carlo Fisher is defined for the loss.
         reduction: Only for losses that are plain functions.
         reference_model: `(params by name, X) -> output` from plain operations, where PyTorch's own
-            derivative is wrong or missing, and for closures; None: the reference uses the model.
+            derivative is wrong or missing, for closures, and where layers are no modules; None: the
+            reference uses the model.
         tolerance: Allowed `norm(error) / norm(reference)`, also of each parameter's part; both zero
             for a zero reference.
         constant: Flat coordinates used as constants (pad rows): differences see them, derivatives
@@ -272,12 +273,18 @@ def _row(model: nn.Module, parameter: str, row: int) -> tuple[int, ...]:
     raise KeyError(parameter)
 
 
-def _add(name: str, build: Callable[[], nn.Module], inputs: Callable, make: Callable, **fields):
-    _MAKERS[name] = lambda: make(build(), inputs(), **fields)
+def _add(
+    name: str, build: Callable, inputs: Callable, make: Callable, plain: Any = None, **fields: Any
+) -> None:
+    _MAKERS[name] = lambda: make(build(), inputs(), reference_model=plain, **fields)
 
 
 def _recurrent(kind: type, *sizes: int, **options: Any) -> models.Recurrent:
     return models.Recurrent(kind(*sizes, batch_first=True, **options))
+
+
+def _plain(kind: str, **options: int) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return partial(models.plain_recurrent, kind, **options)
 
 
 def _pinn() -> nn.Module:
@@ -298,18 +305,25 @@ for _case in [
     ("group-norm", lambda: models.norm(nn.GroupNorm(2, 4)), _LONG, _classify),
     ("transformer", models.Transformer, _TEXT, _classify),
     ("transformer-tied", partial(models.Transformer, tied=True), _TEXT, _classify),
-    ("encoder-layer-eval", lambda: models.encoder_layer().eval(), _FOUR, _classify),
-    ("encoder-layer-train", partial(models.encoder_layer, norm_first=True), _FOUR, _classify),
-    ("self-attention", models.self_attention, _FOUR, _regress),
-    ("rnn", partial(_recurrent, nn.RNN, 2, 3), _SEQUENCE, _regress),
-    ("gru", partial(_recurrent, nn.GRU, 2, 2), _SEQUENCE, _classify),
-    ("lstm", partial(_recurrent, nn.LSTM, 2, 2), _SEQUENCE, _classify),
+    (
+        "encoder-layer-eval", lambda: models.encoder_layer().eval(), _FOUR, _classify,
+        partial(models.plain_encoder_layer, False),
+    ),
+    (
+        "encoder-layer-train", partial(models.encoder_layer, norm_first=True), _FOUR, _classify,
+        partial(models.plain_encoder_layer, True),
+    ),
+    ("self-attention", models.self_attention, _FOUR, _regress, models.plain_self_attention),
+    ("rnn", partial(_recurrent, nn.RNN, 2, 3), _SEQUENCE, _regress, _plain("rnn")),
+    ("gru", partial(_recurrent, nn.GRU, 2, 2), _SEQUENCE, _classify, _plain("gru")),
+    ("lstm", partial(_recurrent, nn.LSTM, 2, 2), _SEQUENCE, _classify, _plain("lstm")),
     (
         "lstm-bidirectional",
         partial(_recurrent, nn.LSTM, 2, 2, num_layers=2, bidirectional=True, proj_size=1),
         partial(_real, 2, 2, sizes=(2, 1)), partial(_regress, reduction="sum"),
+        _plain("lstm", layers=2, directions=2),
     ),
-    ("bare-parameter", models.bare, partial(_real, 4), _classify),
+    ("bare-parameter", models.bare, partial(_real, 4), _classify, models.plain_bare),
     ("used-twice", models.twice, partial(_real, 4), _classify),
     ("checkpoint", models.checkpointed, partial(_real, 4), _classify),
     ("linear-mse-mean", partial(nn.Linear, 4, 3), partial(_real, 4), _regress),
@@ -317,20 +331,25 @@ for _case in [
 ]:  # fmt: skip
     _add(*_case)
 _add("inner-steps", models.InnerSteps, partial(_real, 3), _regress, tags=frozenset({"inner-grad"}))
-_add("pinn", _pinn, partial(_real, 2), _regress, tags=frozenset({"inner-grad"}))
+_add(
+    *("pinn", _pinn, partial(_real, 2), _regress, models.plain_pinn),
+    tags=frozenset({"inner-grad"}),
+)
 
 
 @_register
 def _cross_attention() -> Problem:
     X = [(torch.randn(2, 2, 4), torch.randn(2, 3, 3)), (torch.randn(3, 3, 4), torch.randn(3, 2, 3))]
-    return _regress(models.cross_attention(), X, batch_size_fn=lambda X: X[0].shape[0])
+    fields = {"reference_model": models.plain_cross_attention}
+    return _regress(models.cross_attention(), X, batch_size_fn=lambda X: X[0].shape[0], **fields)
 
 
 @_register
 def _lstm_packed() -> Problem:
     lengths = [torch.tensor([2, 3]), torch.tensor([3, 1, 2])]
     X = [(torch.randn(len(n), 3, 2), n) for n in lengths]
-    return _classify(models.packed_lstm(), X, batch_size_fn=lambda X: X[0].shape[0])
+    fields = {"reference_model": models.plain_packed_lstm}
+    return _classify(models.packed_lstm(), X, batch_size_fn=lambda X: X[0].shape[0], **fields)
 
 
 @_register
@@ -533,3 +552,11 @@ def merged(p: Problem) -> Problem | None:
         return None
     cat = tree_map(lambda *ts: torch.cat(ts) if isinstance(ts[0], Tensor) else ts[0], *p.data)
     return replace(p, data=[cat])
+
+
+def problem(
+    model: Any, X: list[Any], loss: nn.Module, target: Callable = torch.randn_like
+) -> Problem:
+    """Return a problem in all parameters of a model."""
+    data = [(x, target(model(x).detach())) for x in X]
+    return Problem(model, loss, list(model.parameters()), data, mc=True)
