@@ -215,7 +215,7 @@ class TorchLinearOperator(LinearOperator):
             """Refuse attributes that people look for by what to write instead."""
             remedy = REMEDIES.get(name)
             if remedy is None and name in sys.modules["curvlinops"].__all__:
-                remedy = f"See curvlinops.{name}, which is no attribute of operators."
+                remedy = f"Write curvlinops.{name}(...)."
             if remedy is not None:
                 raise AttributeError(f"{type(self).__name__} has no '{name}'. {remedy}")
             return self.__getattribute__(name)  # raises the error of Python, or of a property
