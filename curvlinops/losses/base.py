@@ -67,7 +67,10 @@ class Loss(ABC):
     @property
     def description(self) -> tuple:
         """Class, name, reduction, and those options of the loss that are plain values."""
-        found = self.module.keywords if isinstance(self.module, partial) else vars(self.module)
+        if isinstance(self.module, partial):
+            found = self.module.keywords
+        else:
+            found = getattr(self.module, "__dict__", {})
         options = {n: v for n, v in found.items() if isinstance(v, PLAIN) and n != "training"}
         return type(self).__name__, self.name, self.reduction, options
 

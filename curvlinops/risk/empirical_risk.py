@@ -82,9 +82,12 @@ class EmpiricalRisk:
         """Return the rules of the model's layers, for such batches and such a loss."""
         if self.facts.rules is None:
             tensors = [*self.model.params.values(), *leaves((batch.X, batch.y))]
-            kinds = tuple((x.shape, x.dtype, x.device, x.layout) for x in tensors)
+            shapes = tuple(None if x.is_nested else x.shape for x in tensors)
+            kinds = tuple((x.dtype, x.device, x.layout) for x in tensors)
             loss = None if self.loss is None else repr(self.loss.description)
-            key = (self.model.train_flags, kinds, tuple(self.model.params), loss)
+            # functions call parameters by their numbers
+            own = () if self.model.substitutable else tuple(map(id, self.model.params.values()))
+            key = (self.model.train_flags, shapes, kinds, tuple(self.model.params), own, loss)
             self.facts.rules = rules_of(self.model.source, key)
         return self.facts.rules
 

@@ -1,4 +1,4 @@
-"""Facts about a model and its loss: one record."""
+"""Facts about a model and its loss: those of an operator, and those that operators share."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator

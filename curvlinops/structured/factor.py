@@ -186,17 +186,18 @@ class Factor:
         self, in_float64: bool, name: str, which: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors of all matrices, or of those in a mask, ``[G]``."""
+        in_float64 = in_float64 or self._has_scales
         is_open = self.is_open(in_float64)
-        known = None if bool(is_open.all()) else self.decomposition
+        found = None if bool(is_open.all()) else self.decomposition
         left = is_open if which is None else is_open & which
-        if known is None or bool(left.any()):
+        if found is None or bool(left.any()):
             matrices = self.tensor if bool(left.all()) else self.tensor[left]
-            dtype = torch.float64 if in_float64 or has_scales(matrices) else matrices.dtype
-            values, vectors = eigenpairs(matrices, name, known[0].dtype if known else dtype)
+            dtype = torch.float64 if in_float64 else matrices.dtype
+            values, vectors = eigenpairs(matrices, name, found[0].dtype if found else dtype)
             errors = rounding_errors(matrices, vectors, self.eps, self.psd)
             pairs = without_rounding(values, errors, self.psd), vectors
-            self.decomposition = _with_open(pairs, left, known)
-        values, vectors = self.decomposition
+            self.decomposition = found = _with_open(pairs, left, found)
+        values, vectors = found
         return (values, vectors) if which is None else (values[which], vectors[which])
 
     def inverse(self, shift: float | Tensor, name: str, accurate: bool = True) -> "Factor":

@@ -1,10 +1,10 @@
 """Generators of random numbers: seeded ones, and the global ones, which are left as found."""
 
 import ctypes
+import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,10 +59,9 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, self._words = random.getstate(), _words()
-        self._numpy = _numpy_state(self._words)
-        if self._words is None or self._numpy["has_gauss"]:  # words do not show such a number
-            self._words, self._numpy = None, np.random.get_state(legacy=False)
+        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
+        # a normal number that waits to be drawn is not among the words
+        self._words = None if self._numpy.get("has_gauss") else _words()
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
@@ -78,15 +77,13 @@ class GeneratorStates:
         random.setstate(self._python)
         if not self._has_numpy():
             np.random.set_state(self._numpy)
-            if self._words is None:  # other states with these words may be remembered
-                _numpy_state.cache_clear()
         for generator, state in self._torch:
             generator.set_state(state)
 
     def _has_numpy(self) -> bool:
         if self._words is not None:
             return self._words == _words()
-        return repr(self._numpy) == repr(np.random.get_state(legacy=False))
+        return pickle.dumps(self._numpy) == pickle.dumps(np.random.get_state(legacy=False))
 
 
 def _words() -> bytes | None:
@@ -94,12 +91,6 @@ def _words() -> bytes | None:
     generator = np.random.get_bit_generator()
     is_usual = type(generator) is np.random.MT19937
     return ctypes.string_at(generator.ctypes.state_address, 2500) if is_usual else None
-
-
-@lru_cache(maxsize=4)
-def _numpy_state(words: bytes | None) -> dict[str, Any]:
-    """Return the state of NumPy's generator, which takes 100 us, given its words."""
-    return np.random.get_state(legacy=False)
 
 
 @contextmanager

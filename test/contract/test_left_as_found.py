@@ -112,7 +112,7 @@ def surroundings() -> list:
     return [
         torch.get_rng_state().tolist(),
         random.getstate(),
-        np.random.get_state()[1].tolist(),
+        repr(np.random.get_state(legacy=False)),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
@@ -154,7 +154,7 @@ class Failing(nn.Module):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         first, second = batches()
         yield first
-        random.random(), np.random.rand(), torch.rand(1)  # loaders draw numbers
+        random.random(), np.random.randn(), torch.rand(1)  # loaders draw numbers
         if self.armed and self.errors["data"]:
             raise self.errors["data"]
         yield second

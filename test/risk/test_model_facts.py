@@ -17,6 +17,7 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    EFLinearOperator,
     EKFACLinearOperator,
     HessianLinearOperator,
     KFACLinearOperator,
@@ -146,6 +147,44 @@ def test_batches_get_random_numbers_of_their_own():
         torch.manual_seed(0)
         products.append(product(H))
     assert error(products[1], 2 * products[0]) > 1e-3
+
+
+class Centered(torch.autograd.Function):
+    """Lets samples interact in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g - g.mean(0, keepdim=True)
+
+
+def test_functions_of_other_parameters():
+    """What holds for one tensor says nothing of another one, which a function also calls "0"."""
+    v, w = (torch.rand(3, requires_grad=True) for _ in range(2))
+    function = lambda X: torch.tanh(Centered.apply(X * v)) * w  # noqa: E731
+    data = [(torch.rand(6, 3), torch.rand(6, 3)) for _ in range(2)]
+    EFLinearOperator(function, nn.MSELoss(), [w], data) @ torch.eye(3)
+    with pytest.raises(ValueError, match="depends on the other samples"):
+        EFLinearOperator(function, nn.MSELoss(), [v], data) @ torch.eye(3)
+
+
+class WithoutAttributes:
+    __slots__ = ()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum()
+
+
+def test_losses_without_attributes():
+    net, data = nn.Linear(2, 1), [(torch.rand(3, 2), torch.rand(3, 1))] * 2
+    arguments = net, WithoutAttributes(), list(net.parameters()), data
+    for checked in (True, False):
+        H = HessianLinearOperator(*arguments, reduction="sum", check_deterministic=checked)
+        expected = HessianLinearOperator(net, nn.MSELoss(reduction="sum"), *arguments[2:])
+        torch.testing.assert_close(matrix(H), matrix(expected))
 
 
 # --- numbers that models and losses read

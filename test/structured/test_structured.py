@@ -537,6 +537,14 @@ def test_only_matrices_that_need_it_are_decomposed(monkeypatch):
         assert error(x, y.eigh(in_float64=True)[0][0]) <= 1e-6
 
 
+def test_small_eigenvalues_stay_after_the_inverse_of_another_matrix():
+    scales = torch.logspace(4, -2, 4)
+    matrices = torch.stack([torch.ones(4, 4), scales[:, None] * (torch.eye(4) + 0.3) * scales])
+    stack, fresh = (Factor(matrices, symmetric=True, psd=True) for _ in range(2))
+    stack.inverse(5e-5, "The stack", accurate=False)  # decomposes the first one alone
+    torch.testing.assert_close(stack.eigh()[0], fresh.eigh()[0])
+
+
 @pytest.mark.parametrize("shifts", [[1e-2] * 5, [1e-2, 1e-1, 1e-3, 1e-2, 1.0]], ids=["one", "own"])
 def test_small_matrices_of_several_sizes_are_inverted_together(shifts: list[float]):
     """A large feature of one matrix, or a singular one, changes nothing for the others."""
