@@ -383,8 +383,8 @@ class Directions:
         The vectors have overlaps t with V, ``[K, m]``, parts outside of its span, and errors.
         """
         s, d, noise = self.s, self.damping, self.noise
-        # any y gives a bound; this is the best
-        roots = (s.values * d).sqrt().unsqueeze(2) * s.vectors.mT
+        # any y gives a bound; this is the best, given what rounding adds
+        roots = ((s.values + noise) * d).sqrt().unsqueeze(2) * s.vectors.mT
         stacked = torch.cat([s.R, roots], 1), torch.cat([t, torch.zeros_like(t)], 1).unsqueeze(2)
         y = torch.linalg.lstsq(*stacked, driver="gelsd").solution.squeeze(2)
         size, energy = y.norm(dim=1), _dots(y, _multiply(s.S, y))

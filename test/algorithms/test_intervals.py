@@ -244,6 +244,21 @@ def test_a_preconditioner_saves_products():
     assert better.num_products < plain.num_products / 2
 
 
+@pytest.mark.parametrize("width", [7, 9, 12])
+def test_narrow_intervals_of_a_matrix_of_low_rank(width: int, double: None):
+    """What rounding makes of zeros does not make the upper bound large."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, width), nn.Linear(width, width)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(width, 3))
+    data = [(torch.randn(n, 3), torch.randint(3, (n,))) for n in (4, 3, 2)]
+    G = build(GGNLinearOperator, model, data)
+    P = build(KFACLinearOperator, model, data, fisher_type="empirical").inverse(0.1)
+    for g in torch.randn(4, G.shape[0]):
+        exact = g @ torch.linalg.solve(G @ torch.eye(len(g)) + 0.1 * torch.eye(len(g)), g)
+        found = quadratic_form(G, g, 0.1, rtol=1e-8, preconditioner=P)
+        assert found.lower <= exact <= found.upper <= found.lower + 1e-8 * found.upper
+
+
 def test_columns_share_products_until_their_intervals_are_narrow():
     A = matrices.Counting(matrices.symmetric("decaying"))
     eigenvector = torch.linalg.eigh(matrices.symmetric("decaying")).eigenvectors[:, -1]
