@@ -14,7 +14,7 @@ import sharded_checks
 import world_checks
 
 #: Seconds after which processes that hang are ended.
-LIMIT = 1800
+LIMIT = 3600
 ROOT = Path(__file__).parents[2]
 #: Checks of two processes that are core tests: some of each kind, and all that only copies have.
 CORE = {
