@@ -152,7 +152,9 @@ def _wrap_tensor(A: Tensor) -> TorchLinearOperator:
     if A.layout is not torch.strided:
         A = A.to_sparse_coo()  # compressed formats have no transpose
     products = (partial(torch.matmul, matrix) for matrix in (A, A.T))
-    return ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
+    operator = ForeignLinearOperator(tuple(A.shape), A.dtype, A.device, *products)
+    operator.self_adjoint = A.layout is torch.strided and torch.equal(A, A.T)
+    return operator
 
 
 def _wrap_scipy(A: Any) -> TorchLinearOperator:

@@ -126,7 +126,7 @@ def check(case: Case) -> None:
 
 
 def test_intervals_contain_the_truth():
-    for seed in range(100):
+    for seed in (*range(100), 9483):  # the last: a vector whose product is rounding alone
         check(draw(np.random.default_rng(seed)))
 
 

@@ -134,6 +134,7 @@ def test_modules_of_pytorch_that_change_are_noticed(case: str, name: str):
         operator(case, CHANGING[name]().double(), [(X - 0.5, y)])
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of older versions
 @pytest.mark.parametrize("case", ALL)
 def test_modules_of_pytorch_are_evaluated_once(case: str):
     """Data is a list of tensors: nothing can differ the second time."""

@@ -5,8 +5,10 @@ and in every backward pass, which recomputes checkpointed parts of the forward. 
 is differentiated, add a line to ``OVERRIDES``; to refuse a call, raise an error in its replacement.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -71,14 +73,24 @@ class Overrides(TorchFunctionMode):
         if func is Tensor.register_hook:
             hook = (*args, *kwargs.values())[1]
             self._hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
-        elif func == _READ_NODE:  # PyTorch does not show hooks on nodes
-            self._hooks.add("hook on a grad_fn")
+        elif func == _READ_NODE and not _is_of_torch(sys._getframe(1)):
+            self._hooks.add("hook on a grad_fn")  # PyTorch does not show hooks on nodes
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
         if (kernel := torch_internals.kernel_in_python(func, args)) is not None:
             with self:  # it calls functions of the model
                 return kernel(*args, **kwargs)
         return self._table.get(func, func)(*args, **kwargs)
+
+
+def _is_of_torch(frame: FrameType | None) -> bool:
+    """Return whether PyTorch's own code calls; modes of this package pass calls on."""
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package != "curvlinops":
+            return package == "torch"
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
