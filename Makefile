@@ -98,6 +98,8 @@ bench-peers:
 	$(PYTHON) -m venv build/peers
 	build/peers/bin/python -m pip install -qq -c constraints.txt torch \
 		-r docs_src/benchmarks/peers.txt
+	@# a build for another PyTorch, with which transformers cannot be imported; no peer needs it
+	build/peers/bin/python -m pip uninstall -qq -y torchvision
 
 compare: $(VENV)/.stamp-test
 	$(BIN)/python docs_src/benchmarks/compare.py $(if $(BASE),--base $(BASE)) $(COMPARE_ARGS)

@@ -73,7 +73,7 @@ class Overrides(TorchFunctionMode):
         if func is Tensor.register_hook:
             hook = (*args, *kwargs.values())[1]
             self._hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
-        elif func == _READ_NODE and not _is_of_torch(sys._getframe(1)):
+        elif func == _READ_NODE and not _is_of_checkpoint(sys._getframe(1)):
             self._hooks.add("hook on a grad_fn")  # PyTorch does not show hooks on nodes
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
@@ -83,14 +83,15 @@ class Overrides(TorchFunctionMode):
         return self._table.get(func, func)(*args, **kwargs)
 
 
-def _is_of_torch(frame: FrameType | None) -> bool:
-    """Return whether PyTorch's own code calls; modes of this package pass calls on."""
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "curvlinops":
-            return package == "torch"
-        frame = frame.f_back
-    return False
+def _is_of_checkpoint(frame: FrameType | None) -> bool:
+    """Return whether PyTorch's checkpoints call, which give no node to the user.
+
+    Modes of this package pass calls on.
+    """
+    name = "curvlinops"
+    while frame is not None and name.partition(".")[0] == "curvlinops":
+        name, frame = frame.f_globals.get("__name__", ""), frame.f_back
+    return name == "torch.utils.checkpoint"
 
 
 @contextmanager
