@@ -263,11 +263,11 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     """Prepare one product with one column, whose ``J v`` is a tangent.
 
     Autograd records the tangents, too, if ``J v`` and the graph for ``J^T`` come from one forward
-    pass, and needs two to four times the memory; with checkpoints, many times. All but small graphs
-    (4 MiB on the CPU), where a second forward pass takes long, are therefore built in a pass of
-    their own, after one for the tangents alone.
+    pass, and needs two to four times the memory; with checkpoints, many times. Graphs above 16 MiB
+    (128 MiB on accelerators) are therefore built in a pass of their own, after one for the tangents
+    alone. It takes 10 to 20 % of the product's time, more than the memory of smaller graphs is worth.
     """
-    together = 16 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
+    together = 4 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
         if together:
