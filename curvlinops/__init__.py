@@ -1,5 +1,6 @@
 """Curvature matrices of neural networks as linear operators, for numpy and PyTorch alike."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from curvlinops.algorithms.certified import CertifiedScores, certified_scores
@@ -36,9 +37,14 @@ from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
-from curvlinops.landscape.by_layer import by_layer
-from curvlinops.landscape.loss_along import LossAlong, loss_along
-from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
+from curvlinops.landscape import (
+    LossAlong,
+    by_layer,
+    loss_along,
+    plot_by_layer,
+    plot_loss,
+    plot_spectrum,
+)
 from curvlinops.linear_operator.operator import REMEDIES, TorchLinearOperator
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.losses import LinearCrossEntropyLoss
@@ -140,11 +146,27 @@ __all__ = [
     "xtrace",
 ]
 
+#: Modules with further public names, which are imported when they are first asked for.
+_MODULES = ["influence", "integrations", "kfac_utils", "landscape", "training"]
 
-if not TYPE_CHECKING:  # type checkers know that other names are missing
+
+def __dir__() -> list[str]:
+    """List what users need."""
+    return [*__all__, *_MODULES, "__version__"]
+
+
+if TYPE_CHECKING:
+    from curvlinops import influence as influence
+    from curvlinops import integrations as integrations
+    from curvlinops import kfac_utils as kfac_utils
+    from curvlinops import landscape as landscape
+    from curvlinops import training as training
+else:  # type checkers know that other names are missing
 
     def __getattr__(name: str) -> Any:
-        """Refuse other names by what to write instead."""
+        """Import a module, or refuse other names by what to write instead."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
         near = [other for other in __all__ if name.lower() in other.lower()]
         hint = f"Did you mean {', '.join(near)}?" if near else REMEDIES.get(name, "")
         message = f"module 'curvlinops' has no attribute '{name}'. {hint}"

@@ -22,6 +22,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the functions, without what they import."""
+    return __all__
+
+
 @in_default_modes
 def loss_hessian_matrix_sqrt(
     output_one_datum: Tensor, target_one_datum: Tensor, loss_func: nn.Module | Callable

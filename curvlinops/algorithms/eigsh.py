@@ -67,6 +67,12 @@ class Eigenpairs:
     def __getitem__(self, index: int) -> Tensor:
         return (self.eigenvalues, self.eigenvectors)[index]
 
+    def __repr__(self) -> str:
+        """Write the ends of the eigenvalues, and the shape of the eigenvectors."""
+        (dim, k), values = self.eigenvectors.shape, self.eigenvalues.tolist()
+        ends = f"{values[0]:.5g} ... {values[-1]:.5g}" if k > 1 else f"{values[0]:.5g}"
+        return f"Eigenpairs({k} of {dim}, eigenvalues {ends}, num_products={self.num_products})"
+
 
 @solves
 def eigsh(

@@ -1,19 +1,24 @@
 """Records of the curvature through a training run of Hugging Face's ``Trainer``.
 
-This module imports transformers, which is no dependency of the package.
+This module needs transformers: ``pip install 'curvlinops[transformers]'``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from curvlinops.autodiff.model import eval_mode
 from curvlinops.integrations.transformers import problem
 from curvlinops.operators.base import DataLinearOperator
 from curvlinops.operators.hessian import HessianLinearOperator
 from curvlinops.training.monitor import CurvatureMonitor
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError(
+        "CurvatureCallback needs transformers: pip install 'curvlinops[transformers]'."
+    ) from error
 
 
 class CurvatureCallback(TrainerCallback):

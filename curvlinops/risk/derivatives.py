@@ -265,7 +265,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     Autograd records the tangents, too, if ``J v`` and the graph for ``J^T`` come from one forward
     pass, and needs two to four times the memory; with checkpoints, many times. Graphs above 16 MiB
     (128 MiB on accelerators) are therefore built in a pass of their own, after one for the tangents
-    alone. It takes 10 to 20 % of the product's time, more than the memory of smaller graphs is worth.
+    alone. This takes 10 to 20 % of a product's time; smaller graphs are not worth it.
     """
     together = 4 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
 

@@ -5,6 +5,8 @@ import functools
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -902,3 +904,22 @@ def test_unknown_names():
         exec("from curvlinops import Unknown")
     with pytest.raises(AttributeError, match="'curvlinops' has no attribute 'Unknown'"):
         _ = curvlinops.Unknown
+
+
+def test_what_completes():
+    code = """if True:
+        import sys
+        import curvlinops
+        assert "curvlinops.training" not in sys.modules
+        names = [name for name in dir(curvlinops) if name not in curvlinops.__all__]
+        assert all(hasattr(curvlinops, name) for name in names)
+        print(*names, *dir(curvlinops.kfac_utils), curvlinops.integrations.transformers.problem)
+        sys.modules["transformers"] = None
+        import curvlinops.integrations.trainer
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stdout.split()[:6] == [
+        *("__version__", "influence", "integrations", "kfac_utils", "landscape", "training")
+    ]
+    assert "nn" not in found.stdout.split()
+    assert "needs transformers: pip install 'curvlinops[transformers]'" in found.stderr
