@@ -105,7 +105,7 @@ class RecordedBatch:
                 for graph in [*graphs]:  # some may have taken it for a use
                     graph.plans.clear()
             self._holds(plan)
-            plan.find_stacks(self.nodes, self.others)
+            plan.find_kinds(self.nodes, self.others)
             if is_sure:  # other threads use it from now on
                 plans[same] = plan
         self.plan, self.uses = plan, [*plan.uses]
@@ -465,20 +465,14 @@ class Arrived:
     ):
         self._batch, self.outputs, self.totals = batch, outputs, totals
         self._by_sample, self._absolute = by_sample, absolute
-        self._inputs: dict[Hashable, Tensor] = {}
-        self._made: dict[ParameterUse, PerSampleGradient] = {}
 
     def keep(self, uses: Iterable[ParameterUse]) -> None:
         """Free the gradients of all other uses."""
-        self.outputs = {use: self.outputs[use] for use in uses if use not in self._made}
+        self.outputs = {use: self.outputs[use] for use in uses}
 
-    def make(self, uses: Iterable[ParameterUse]) -> dict[ParameterUse, PerSampleGradient]:
-        """Return gradients by position of some uses, which ``take`` returns again."""
-        wanted = [*uses]
-        for use in wanted:
-            if use not in self._made:
-                self._made[use] = self.take(use, by_position=True)
-        return {use: self._made[use] for use in wanted}
+    def copy(self) -> "Arrived":
+        """Return the same gradients, which are still here after ``take``."""
+        return Arrived(self._batch, {**self.outputs}, {})
 
     def stacks(
         self, stacks: Iterable[Sequence[Item]]
@@ -528,10 +522,7 @@ class Arrived:
         are not written down; with ``elementwise``, those of all elementwise functions do.
         """
         use, num = uses[0], len(uses)
-        if use in self._made:
-            return self._made.pop(use)
-        rule = self._batch.rule(use)
-        x, g = self._factors(uses, by_position and rule.matrices is not None)
+        rule, (x, g) = self._batch.rule(use), self._factors(uses)
         is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
         make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
         if num > 1:
@@ -540,7 +531,7 @@ class Arrived:
 
     def each(self, uses: Sequence[ParameterUse]) -> list[PerSampleGradient]:
         """Return the gradients of several equal uses, as parts of the same tensors."""
-        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses, False)
+        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses)
         inputs = [None] * len(uses) if x is None else x.chunk(len(uses), 2)
         factors = zip(uses, inputs, g.chunk(len(uses), 3), strict=True)
         return [gradient(x, g, use.entries) for use, x, g in factors]
@@ -548,13 +539,13 @@ class Arrived:
     def _is_assigned(self, use: ParameterUse) -> bool:
         return self._by_sample and use.samples is not None
 
-    def _factors(self, uses: Sequence[ParameterUse], is_kept: bool) -> tuple[Tensor | None, Tensor]:
+    def _factors(self, uses: Sequence[ParameterUse]) -> tuple[Tensor | None, Tensor]:
         """Return inputs ``[N, S, *]`` and rows ``[V, N, S, *]`` of equal uses, side by side."""
         rule, num, place = self._batch.rule(uses[0]), len(uses), (_ONE_SAMPLE, 1)
         if self._is_assigned(uses[0]):
             place = uses[0].samples, self._batch.num_samples
         order = *place, len(rule.row_shape)
-        x = self._rows_of_inputs(uses, order, is_kept)
+        x = self._rows_of_inputs(uses, order)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
         g = wide(to_front(g.detach() if g.requires_grad else g, *order))
@@ -565,25 +556,18 @@ class Arrived:
         return x, g
 
     def _rows_of_inputs(
-        self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int], is_kept: bool
+        self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int]
     ) -> Tensor | None:
-        """Return the other factors' rows, with samples in front; perhaps keep them for others."""
+        """Return the other factors' rows, with samples in front."""
         others = [self._batch.others[use] for use in uses]
         if others[0] is None:
             return None
-        key = self.input_key(uses[0]), order
-        if len(uses) == 1 and key in self._inputs:
-            return self._inputs[key]
         others = [x if isinstance(x, Tensor) else x() for x in others]
         others = [(x if x.layout is torch.strided else x.to_dense()).detach() for x in others]
         x = others[0].unsqueeze(0) if len(others) == 1 else torch.stack(others)
         to_inputs = self._batch.rule(uses[0]).to_inputs
         x = wide(to_front(x if to_inputs is None else to_inputs(x), *order))
-        if len(uses) > 1:
-            return _side_by_side(x, 2)
-        if is_kept:
-            self._inputs[key] = x[0]
-        return x[0]
+        return x[0] if len(uses) == 1 else _side_by_side(x, 2)
 
 
 def stacks_of(

@@ -70,13 +70,14 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             sharing = () if padding.masks else _sharing(layers, arrived, {}, options)
             uses = _learned(sums, samples, layers, sharing)
         exact = sums.structure.exact
-        whole = arrived.make(x for x in samples.uses if x.name in exact)
+        uses_of_exact = [use for use in samples.uses if use.name in exact]
+        whole = {use: arrived.take(use, by_position=True) for use in uses_of_exact}
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
         counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            made = arrived.make(chain(*_factored(sums, layers).values()))
-            padding.note(made)
-            counting = {place: padding.counting(place) for place in made} if last else {}
+            places = [*chain(*_factored(sums, layers).values())]
+            padding.note(arrived.copy(), places)
+            counting = {place: padding.counting(place) for place in places} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
@@ -181,9 +182,10 @@ class Padding:
         is_one = samples.num_samples == 1 and any(not bool(mask.all()) for mask in self.masks)
         self._routed = samples.known("routed", samples.without_axis) if is_one else frozenset()
 
-    def note(self, gradients: Mapping[ParameterUse, PerSampleGradient]) -> None:
+    def note(self, arrived: Arrived, uses: Iterable[ParameterUse]) -> None:
         """Note which rows have a gradient for some of the vectors."""
-        for use, gradient in gradients.items():
+        for use in uses:
+            gradient = arrived.take(use, by_position=True)
             is_on_axis = use.samples is not None and use not in self._routed
             if isinstance(gradient, FactoredGradient) and is_on_axis:
                 reached = gradient.output_gradients().flatten(3).ne(0).any(-1).any(0)
