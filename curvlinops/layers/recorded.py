@@ -21,7 +21,7 @@ from curvlinops.layers.gradients import (
     sum_of,
     total,
 )
-from curvlinops.layers.graph import Graph, graph_of
+from curvlinops.layers.graph import KnownGraphs
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.plan import Plan, facts_of
 from curvlinops.layers.reading import LOOKUPS, PRODUCTS, ParameterUse, Reading, Signature
@@ -57,7 +57,7 @@ class RecordedBatch:
         self,
         problem: BatchProblem,
         names: list[str],
-        graphs: dict[Graph, Hashable],
+        graphs: KnownGraphs,
         tracks_inputs: bool = False,
     ):
         self.names, self._tracks_inputs = names, tracks_inputs
@@ -70,7 +70,7 @@ class RecordedBatch:
                 output = output.view_as(output)
         #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
-        self.graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
+        self.graph, self.nodes = graphs.find(problem.batch.X, output, self._leaves)
         # checkpoints compute again what they have saved, when it is read or differentiated
         self._context, _ = self._evaluation.of_graph(self.graph.runs_python)
         #: The number of samples, and the batch's weight. Who records the batch sets them.
@@ -94,16 +94,13 @@ class RecordedBatch:
             with self._evaluation.active():
                 self._problem.learn_from(self.output, self._leaves, False, self.nodes)
 
-    def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
-        """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
+    def read(self) -> None:
+        """Find uses and the samples of their rows."""
         plans, same = self.graph.plans, (self.num_samples, tuple(self.names))
         plan = plans.get(same)
         if plan is None or not self._holds(plan):
-            self.others, self._asked, before = {}, {}, dict(roles)
-            plan, is_sure = self._new_plan(roles)
-            if any(known and not before.get(signature) for signature, known in roles.items()):
-                for graph in [*graphs]:  # some may have taken it for a use
-                    graph.plans.clear()
+            self.others, self._asked = {}, {}
+            plan, is_sure = self._new_plan()
             self._holds(plan)
             plan.find_kinds(self.nodes, self.others)
             if is_sure:  # other threads use it from now on
@@ -129,16 +126,16 @@ class RecordedBatch:
                 self.others[use] = other
         return True
 
-    def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
+    def _new_plan(self) -> tuple[Plan, bool]:
         """Return the plan of a new graph, and whether it is that of all equal graphs."""
         self._depends_on_numbers = False
         axes = self._sample_axes() if self.num_samples > 1 else {}
-        reading = self._reading(axes, roles)
+        reading = self._reading(axes)
         if reading.has_open and not self._tracks_inputs:
-            self._learn_roles(roles)
-            reading = self._reading(axes, roles)
-        for signature, is_function in reading.roles.items():
-            roles[signature] = is_function or roles.get(signature, False)
+            self._learn_roles()
+            reading = self._reading(axes)
+        roles = self.graph.roles
+        roles.update((x, known or roles.get(x, False)) for x, known in reading.roles.items())
         for use in reading.uses:
             use.samples = self._samples_of_rows(use, axes)
         has_parts = any(use.use.part is not None for use in reading.uses)
@@ -149,11 +146,13 @@ class RecordedBatch:
                 self._asked[use], use.use = use.use, use.use.structure
         return plan, is_sure
 
-    def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
+    def _reading(self, axes: Mapping) -> Reading:
         @cache
         def given() -> set[int]:
             X = self._problem.batch.X
             return {address for x in leaves(X) for address in addresses(x)}
+
+        roles = self.graph.roles
 
         def is_function(node: Any, signature: Signature) -> bool | None:
             if self.num_samples == 1:  # does not show which axes of length one number samples
@@ -175,7 +174,7 @@ class RecordedBatch:
             reached = {self.nodes[number]: name for number, name in known if name in names}
             return Reading(self.nodes, reached, shapes, is_function)
 
-    def _learn_roles(self, roles: dict[Signature, bool]) -> None:
+    def _learn_roles(self) -> None:
         """Find out by another graph what depends on X; one sample is taken twice."""
         problem, num_samples = self._problem, max(self.num_samples, 2)
         X = problem.batch.X
@@ -183,14 +182,14 @@ class RecordedBatch:
         try:
             with preserved_rng():
                 batch = Batch(problem.batch.index, map_leaves(X, _tracked), None)
-                twin = RecordedBatch(problem.on(batch), self.names, {}, tracks_inputs=True)
+                twin = RecordedBatch(problem.on(batch), self.names, KnownGraphs(), True)
         except Exception as error:  # a user's model may raise anything on another batch
             if not is_refusal(error):
                 raise
             return
         if len(twin.output) * self.num_samples == len(self.output) * num_samples:
-            twin.num_samples = num_samples
-            twin.read(roles, ())
+            twin.num_samples, twin.graph.roles = num_samples, self.graph.roles
+            twin.read()
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)

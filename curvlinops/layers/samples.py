@@ -12,9 +12,9 @@ from torch import Tensor
 from curvlinops.layers.check import probe
 from curvlinops.layers.fallback import OneByOne, check_layers
 from curvlinops.layers.gradients import BYTES, PerSampleGradient, Piece
-from curvlinops.layers.graph import Graph
+from curvlinops.layers.graph import KnownGraphs
 from curvlinops.layers.plan import Fact
-from curvlinops.layers.reading import ParameterUse, Signature
+from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.recorded import Arrived, RecordedBatch
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
@@ -175,21 +175,6 @@ class SampleGradients:
         return self._fallback.gradients(self._problem, *self._whole, self.num_samples, u, names)
 
 
-class LayerFacts:
-    """Facts that passes have shown about a model's layers, for all operators on the model."""
-
-    is_shared = True
-
-    def __init__(self):
-        #: Which nodes return functions of parameters alone, see ``Reading``.
-        self.roles: dict[Signature, bool] = {}
-        #: The known graphs, see ``graph_of``.
-        self.graphs: dict[Graph, Hashable] = {}
-
-    def __reduce__(self) -> tuple:
-        return LayerFacts, ()  # hashes and types of nodes are those of this process
-
-
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
@@ -210,12 +195,12 @@ class SampleBackward:
         self._allow_unassigned = allow_unassigned
         #: Why parameters are treated sample by sample.
         self.fallbacks: dict[str, str] = {}
-        self._facts = LayerFacts()
+        self._graphs = KnownGraphs()
         self._fallback = OneByOne(independent)
 
     def capture(self, problem: BatchProblem) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed."""
-        self._facts = problem.rules(LayerFacts)
+        self._graphs = problem.rules(KnownGraphs)
         states = GeneratorStates()
         batch = self._record(problem, states)
         return SampleGradients(problem, batch, self, self._fallback, states)
@@ -234,7 +219,7 @@ class SampleBackward:
         if batch.is_constant:
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
-        batch.read(self._facts.roles, self._facts.graphs)
+        batch.read()
         if batch.plan.unread:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
@@ -250,7 +235,7 @@ class SampleBackward:
     ) -> RecordedBatch | None:
         """Run the model and keep its graph, ``None`` if it can only run without."""
         try:
-            return RecordedBatch(problem, names, self._facts.graphs)
+            return RecordedBatch(problem, names, self._graphs)
         except Exception as error:  # a model that looks at its own graph may raise anything
             if isinstance(error, RuleError) or not is_refusal(error):
                 raise
