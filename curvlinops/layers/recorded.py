@@ -234,30 +234,30 @@ class RecordedBatch:
         self.uses = [use for use in self.uses if use.name not in names]
 
     def split(
-        self, tied: bool = False
-    ) -> "tuple[RecordedBatch, RecordedBatch, Tensor | None] | None":
-        """Return the uses at the output ``x @ matrix``, all before, with x as output, the matrix.
+        self, tied: bool
+    ) -> "tuple[dict[str, PerSampleGradient], RecordedBatch, Tensor | None] | None":
+        """Return gradients of zero at the output ``x @ matrix``, all before x, and the matrix.
 
         ``None`` if the output is no such product, or if its parameters are used before, except that
         whole tables are looked up if ``tied``. There is no matrix if nothing before has a gradient.
         """
-        node, own, before = self.output.grad_fn, copy(self), copy(self)
+        node, before = self.output.grad_fn, copy(self)
         while (name := node.name()) in RESHAPES:
             node = node.next_functions[0][0]
-        own.uses = [use for use in self.uses if self.nodes[use.node] is node]
         before.uses = [use for use in self.uses if self.nodes[use.node] is not node]
-        for part in (own, before):
-            used = {use.name for use in part.uses}
-            part.names = [x for x in self.names if x in used]
+        used = {use.name for use in before.uses}
+        before.names = [name for name in self.names if name in used]
+        own = {use.name: use for use in self.uses if self.nodes[use.node] is node}
         right = len(node.next_functions) - 1
-        others = [use for use in before.uses if use.name in own.names]
-        all_of = [use.entries for use in (*own.uses, *others)] if others else []
+        others = [use for use in before.uses if use.name in own]
+        entries = [use.entries for use in (*own.values(), *others)]
         if (
-            not any(use.position == right and use.view_of is not None for use in own.uses)
+            not any(use.position == right for use in own.values())
             or name not in ("MmBackward0", "AddmmBackward0")
             or getattr(node, "_saved_alpha", 1) != 1
+            or len(own) + len(before.uses) < len(self.uses)  # one is both matrix and bias
             or not all(tied and self.nodes[use.node].name() in LOOKUPS for use in others)
-            or not all(entries is not None and entries.have_all for entries in all_of)
+            or not all(x is not None and (x.have_all or not others) for x in entries)
             or any(use.samples is None for use in self.uses)
             or self._problem.learned().hooks  # which might be between
             or self._problem.model.shards.params  # matrices are not kept
@@ -267,18 +267,15 @@ class RecordedBatch:
             before.output = saved(node, "_saved_self" if right == 1 else "_saved_mat1")
             matrix = saved(node, "_saved_mat2")
         before._chunks = in_chunks(partial(batched_vjp, {"": before.output}), _ANY_NUMBER)
-        return own, before, matrix
+        zeros = Arrived(self, dict.fromkeys(own.values(), _at_output(node, [], 1)), {})
+        found = {name: zeros.take(use, by_position=True) for name, use in own.items()}
+        return found, before, matrix
 
     def rule(self, use: ParameterUse) -> Use:
         """Return the way in which a node of this graph depends on a parameter."""
         return self._asked.get(use, use.use)
 
     # --- backward passes
-
-    def zeros(self) -> "Arrived":
-        """Return gradients of zero at each use's output, without memory."""
-        zeros = {use: _at_output(self.nodes[use.node], [], 1) for use in self.uses}
-        return Arrived(self, zeros, {})
 
     def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
         """Backpropagate vectors ``[V, *output]`` to the nodes that use parameters.
@@ -469,9 +466,9 @@ class Arrived:
         """Free the gradients of all other uses."""
         self.outputs = {use: self.outputs[use] for use in uses}
 
-    def copy(self) -> "Arrived":
-        """Return the same gradients, which are still here after ``take``."""
-        return Arrived(self._batch, {**self.outputs}, {})
+    def peek(self, use: ParameterUse) -> PerSampleGradient:
+        """Return the gradients of a use by position, and keep them."""
+        return Arrived(self._batch, {use: self.outputs[use]}, {}).take(use, by_position=True)
 
     def stacks(
         self, stacks: Iterable[Sequence[Item]]

@@ -110,17 +110,16 @@ class SampleGradients:
         return max(room // max(size, 1), 1)
 
     def split(
-        self, tied: bool = False
-    ) -> "tuple[SampleGradients, SampleGradients, Tensor | None] | None":
-        """Return the uses at the output, all before, and a matrix, see ``RecordedBatch.split``."""
+        self, tied: bool
+    ) -> "tuple[dict[str, PerSampleGradient], SampleGradients, Tensor | None] | None":
+        """Return what is at the output, all before, and a matrix, see ``RecordedBatch.split``."""
         self.check()
-        batch, problem = self._batch, self._problem
+        batch, problem, before = self._batch, self._problem, copy(self)
         if batch is None or self.fallbacks or self._rules.unchecked(batch):
             return None
         if (parts := batch.split(tied)) is None:
             return None
-        own, before = copy(self), copy(self)
-        own._batch, before._batch, matrix = parts
+        own, before._batch, matrix = parts
         before.output, names = before._batch.output.detach(), before._batch.names
         before._problem = problem.on(problem.batch, problem.space.restricted(names))
         return own, before, matrix
@@ -139,10 +138,6 @@ class SampleGradients:
             self._rules.check(batch, u, arrived, new)
             arrived.keep(batch.uses)
         return arrived
-
-    def zeros(self) -> Arrived:
-        """Return gradients of zero in place of a pass."""
-        return Arrived(None, {}, {}) if self._batch is None else self._batch.zeros()
 
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.

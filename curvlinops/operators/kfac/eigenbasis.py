@@ -55,7 +55,7 @@ class Basis(BlockSum):
 
     def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""
-        gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]
+        gradient = head.gradient(name, None if self.outputs is None else self.outputs[0])
         return replace(self, outputs=None).of_gradients([gradient.to(dtype)])
 
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
