@@ -44,15 +44,11 @@ def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
     return [use for use in uses if use is not None]
 
 
-@reads("MvBackward0")
+@reads("MvBackward0", "AddmvBackward0")
 def mv(node: Any, position: int) -> Use | None:
-    """``self @ vec``."""
-    return _matrix_or_vector(node, position, "_saved_self")
-
-
-@reads("AddmvBackward0")
-def addmv(node: Any, position: int) -> Use | None:
-    """``beta self + alpha mat @ vec``."""
+    """``self @ vec``, or ``beta self + alpha mat @ vec``."""
+    if node.name() == "MvBackward0":
+        return _matrix_or_vector(node, position, "_saved_self")
     if position == 0:
         shape = shape_of_input(node, 0)
         return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
