@@ -4,12 +4,13 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation, rotated
+from curvlinops.layers.gradients import squared_sum
 from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import BASIS_INPUTS, BASIS_OUTPUTS, MOMENT, Block, Stack
-from curvlinops.operators.kfac.moments import squares_of_rows
 from curvlinops.operators.vectors import Head
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor, identity
@@ -60,7 +61,10 @@ class Basis(BlockSum):
 
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the sum of squares of ``[P, G, O, I]`` in this basis, ``[G, O, I]``."""
-        return {MOMENT: squares_of_rows(rows, self.outputs, self.inputs)}
+        rows = rotated(rearrange(rows, "p g o i -> p o g i"), self.inputs)
+        rows = rotated(rearrange(rows, "p o g i -> p i g o"), self.outputs)
+        squares = squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
+        return {MOMENT: rearrange(squares, "i g o -> g o i")}
 
 
 def eigenbases(stack: Block, known: Set[tuple[ParameterView, ...]]) -> dict[Stack, Tensor]:
