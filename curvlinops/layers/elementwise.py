@@ -102,40 +102,14 @@ def repeat(node: Any, position: int) -> Use | None:
 # --- scale and shift of normalized inputs
 
 
-def _affine(
-    node: Any, position: int, normalized: Callable[[Any], Callable[[], Tensor]], aligned: int = 0
-) -> Use | None:
-    """Return the use of the weight (position 1) or bias (2) that follows a normalization."""
-    slope = OfNode(normalized) if position == 1 else 1.0
-    return broadcast(shape_of_input(node, position), shape_of_output(node), slope, aligned)
-
-
-@reads("NativeLayerNormBackward0")
-def layer_norm(node: Any, position: int) -> Use | None:
-    """Normalized over the last axes."""
-    return _affine(node, position, _standardized)
-
-
 def _standardized(node: Any) -> Callable[[], Tensor]:
     x, mean, scale = node._saved_input, node._saved_result1, node._saved_result2
     return lambda: (x - mean) * scale
 
 
-@reads("FusedRmsNormBackward0")
-def rms_norm(node: Any, position: int) -> Use | None:
-    """Divided by the root mean square over the last axes."""
-    return _affine(node, position, _scaled)
-
-
 def _scaled(node: Any) -> Callable[[], Tensor]:
     x, scale = node._saved_input, node._saved_result1
     return lambda: x * scale
-
-
-@reads("NativeGroupNormBackward0")
-def group_norm(node: Any, position: int) -> Use | None:
-    """Normalized over groups of channels."""
-    return _affine(node, position, _in_groups, len(shape_of_output(node)) - 2)
 
 
 def _in_groups(node: Any) -> Callable[[], Tensor]:
@@ -149,16 +123,30 @@ def _in_groups(node: Any) -> Callable[[], Tensor]:
     return normalized
 
 
-@reads("NativeBatchNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0")
-def batch_norm(node: Any, position: int) -> Use | None:
-    """Normalized by running statistics; those of the batch would couple the samples."""
-    if getattr(node, "_saved_training", True):
-        return None
-    return _affine(node, position, _by_statistics, len(shape_of_output(node)) - 2)
-
-
 def _by_statistics(node: Any) -> Callable[[], Tensor]:
     x, mean, variance = node._saved_input, node._saved_running_mean, node._saved_running_var
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
     shape = -1, *(1,) * (x.ndim - 2)
     return lambda: (x - mean.reshape(shape)) * (variance.reshape(shape) + eps).rsqrt()
+
+
+#: What the nodes normalize: the last axes, or channels.
+_LAST = {"NativeLayerNormBackward0": _standardized, "FusedRmsNormBackward0": _scaled}
+_CHANNELS = {"NativeGroupNormBackward0": _in_groups} | {
+    f"{name}BatchNormBackward0": _by_statistics for name in ("Native", "Cudnn", "Miopen")
+}
+
+
+@reads(*_LAST, *_CHANNELS)
+def normalization(node: Any, position: int) -> Use | None:
+    """The weight (position 1) or bias (2) that follows a normalization.
+
+    Batches are normalized by running statistics; their own would couple the samples.
+    """
+    name = node.name()
+    normalized, output = (_LAST | _CHANNELS)[name], shape_of_output(node)
+    if normalized is _by_statistics and getattr(node, "_saved_training", True):
+        return None
+    slope = OfNode(normalized) if position == 1 else 1.0
+    aligned = len(output) - 2 if name in _CHANNELS else 0
+    return broadcast(shape_of_input(node, position), output, slope, aligned)

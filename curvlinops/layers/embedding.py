@@ -43,52 +43,33 @@ class _Rows(NamedTuple):
         return EmbeddingGradient(indices, g, entries, self.padding)
 
 
-@reads("IndexBackward0")
-def index(node: Any, position: int) -> Use | None:
-    """``x[indices]``."""
+#: What other nodes read of a tensor, at indices that they have saved.
+_READ: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "IndexBackward0": lambda node, x: x[
+        tuple(slice(None) if i is None else i for i in node._saved_indices)
+    ],
+    "IndexSelectBackward0": lambda node, x: x.index_select(
+        signed(node._saved_dim), node._saved_index
+    ),
+    "GatherBackward0": lambda node, x: x.gather(signed(node._saved_dim), node._saved_index),
+    "TakeBackward0": lambda node, x: x.take(node._saved_index),
+    "MaskedSelectBackward0": lambda node, x: x.masked_select(node._saved_mask),
+}
+
+
+@reads(*_READ)
+def lookup(node: Any, position: int) -> Use | None:
+    """Rows, or entries, of a table, such as ``table[indices]``."""
     if position != 0:
         return None
-    indices = tuple(slice(None) if i is None else i for i in node._saved_indices)
-    return _lookup(node, lambda x: x[indices])
-
-
-@reads("IndexSelectBackward0")
-def index_select(node: Any, position: int) -> Use | None:
-    """``x.index_select(dim, index)``."""
-    dim, index = signed(node._saved_dim), node._saved_index
-    return _lookup(node, lambda x: x.index_select(dim, index))
-
-
-@reads("GatherBackward0")
-def gather(node: Any, position: int) -> Use | None:
-    """``x.gather(dim, index)``."""
-    dim, index = signed(node._saved_dim), node._saved_index
-    return _lookup(node, lambda x: x.gather(dim, index))
-
-
-@reads("TakeBackward0")
-def take(node: Any, position: int) -> Use | None:
-    """``x.take(index)``."""
-    index = node._saved_index
-    return _lookup(node, lambda x: x.take(index))
-
-
-@reads("MaskedSelectBackward0")
-def masked_select(node: Any, position: int) -> Use | None:
-    """``x.masked_select(mask)``."""
-    mask = node._saved_mask
-    return _lookup(node, lambda x: x.masked_select(mask))
-
-
-def _lookup(node: Any, function: Callable[[Tensor], Tensor]) -> Use:
-    """Return the use of a table in a function that reads rows, or entries, of it."""
     shape, device = shape_of_input(node, 0), input_metadata(node).device
     # views of two short vectors, in place of a number for each entry of a large table
     num_rows, width = shape[0] if shape else 1, prod(shape[1:])
     numbers = torch.arange(num_rows, device=device).reshape(-1, *(1,) * (len(shape) - 1))
     columns = torch.arange(width, device=device).reshape(shape[1:])
     rows, columns = (
-        function(axis.expand(num_rows, *shape[1:]).reshape(shape)) for axis in (numbers, columns)
+        _READ[node.name()](node, axis.expand(num_rows, *shape[1:]).reshape(shape))
+        for axis in (numbers, columns)
     )
     row_shape, indices = tuple(rows.shape), rows * width + columns
     whole = width > 1 and _are_whole(rows, columns, shape)

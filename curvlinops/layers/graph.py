@@ -44,6 +44,8 @@ class Graph:
         #: The parameters whose rules were compared with autograd, in graphs with these operations,
         #: and whether that has shown that they agree. Gradients of zero show nothing.
         self.checked: dict[str, bool] = {}
+        #: Whether nodes of such graphs return functions of parameters alone, see ``Reading``.
+        self.roles: dict[Hashable, bool] = {}
 
     def match(self, output: Tensor, parameters: Mapping[str, Tensor]) -> list[Any] | None:
         """Return the nodes of the graph of an output if it is the same, else ``None``."""
@@ -72,23 +74,32 @@ class Graph:
         return nodes[:-1] if is_same else None
 
 
-def graph_of(
-    graphs: dict[Graph, Hashable], X: Any, output: Tensor, parameters: Mapping[str, Tensor]
-) -> tuple[Graph, list[Any]]:
-    """Return an output's graph, one of the known ones or a new one, and its nodes, inputs first."""
-    key = output.shape, *(x.shape for x in tensors_in(X) if not x.is_nested)
-    alike = [graph for graph, other in graphs.items() if other == key]
-    for graph in reversed(alike):
-        if (nodes := graph.match(output, parameters)) is not None:
-            return graph, nodes
-    nodes = graph_nodes(output)
-    graph = Graph(output, nodes, parameters)
-    same = (known.checked for known in graphs if known.operations == graph.operations)
-    graph.checked = next(same, graph.checked)
-    graphs[graph] = key
-    if len(alike) == _ALIKE or len(graphs) > NUM_KNOWN:
-        del graphs[alike[0] if len(alike) == _ALIKE else next(iter(graphs))]
-    return graph, nodes
+class KnownGraphs(dict[Graph, Hashable]):
+    """The known graphs of a model, for all operators on it, and the shapes for which they are."""
+
+    is_shared = True
+
+    def __reduce__(self) -> tuple:
+        return KnownGraphs, ()  # hashes and types of nodes are those of this process
+
+    def find(
+        self, X: Any, output: Tensor, parameters: Mapping[str, Tensor]
+    ) -> tuple[Graph, list[Any]]:
+        """Return an output's graph, a known one or a new one, and its nodes, inputs first."""
+        key = output.shape, *(x.shape for x in tensors_in(X) if not x.is_nested)
+        alike = [graph for graph, other in self.items() if other == key]
+        for graph in reversed(alike):
+            if (nodes := graph.match(output, parameters)) is not None:
+                return graph, nodes
+        nodes = graph_nodes(output)
+        graph = Graph(output, nodes, parameters)
+        for known in self:
+            if known.operations == graph.operations:
+                graph.checked, graph.roles = known.checked, known.roles
+        self[graph] = key
+        if len(alike) == _ALIKE or len(self) > NUM_KNOWN:
+            del self[alike[0] if len(alike) == _ALIKE else next(iter(self))]
+        return graph, nodes
 
 
 def _is_leaf(node: Any) -> bool:

@@ -19,23 +19,14 @@ def mm(node: Any, position: int) -> Use | None:
     return _factor(node, position == 0, "_saved_mat2" if position == 0 else "_saved_self")
 
 
-@reads("AddmmBackward0", "SparseAddmmBackward0")
+@reads("AddmmBackward0", "SparseAddmmBackward0", "BaddbmmBackward0")
 def addmm(node: Any, position: int) -> Use | None:
-    """``beta self + alpha mat1 @ mat2``."""
+    """``beta self + alpha mat1 @ mat2``, perhaps for each entry of a batch."""
+    is_batch = node.name() == "BaddbmmBackward0"
     if position == 0:
-        shape = shape_of_input(node, 0)
-        return rules.bias(shape, shape_of_output(node), float(node._saved_beta))
-    other = "_saved_mat2" if position == 1 else "_saved_mat1"
-    return _factor(node, position == 1, other, node._saved_alpha)
-
-
-@reads("BaddbmmBackward0")
-def baddbmm(node: Any, position: int) -> Use | None:
-    """``beta self + alpha batch1 @ batch2``."""
-    if position == 0:
-        shape = shape_of_input(node, 0)
-        return rules.broadcast(shape, shape_of_output(node), float(node._saved_beta))
-    other = "_saved_batch2" if position == 1 else "_saved_batch1"
+        added = rules.broadcast if is_batch else rules.bias
+        return added(shape_of_input(node, 0), shape_of_output(node), float(node._saved_beta))
+    other = f"_saved_{'batch' if is_batch else 'mat'}{3 - position}"
     return _factor(node, position == 1, other, node._saved_alpha)
 
 
@@ -53,15 +44,11 @@ def grouped_mm(node: Any, position: int) -> Use | list[Use] | None:
     return [use for use in uses if use is not None]
 
 
-@reads("MvBackward0")
+@reads("MvBackward0", "AddmvBackward0")
 def mv(node: Any, position: int) -> Use | None:
-    """``self @ vec``."""
-    return _matrix_or_vector(node, position, "_saved_self")
-
-
-@reads("AddmvBackward0")
-def addmv(node: Any, position: int) -> Use | None:
-    """``beta self + alpha mat @ vec``."""
+    """``self @ vec``, or ``beta self + alpha mat @ vec``."""
+    if node.name() == "MvBackward0":
+        return _matrix_or_vector(node, position, "_saved_self")
     if position == 0:
         shape = shape_of_input(node, 0)
         return rules.bias(shape, shape_of_output(node), float(node._saved_beta))

@@ -24,14 +24,11 @@ class Plan:
         self.uses, self.unread = tuple(uses), frozenset(unread)
         #: The uses, and the lookups in tables of which they are functions.
         self.read = (*self.uses, *(use.lookup for use in self.uses if use.lookup is not None))
-        #: The uses, with equal ones together, which can be computed at once.
-        self.stacks: tuple[tuple[ParameterUse, ...], ...] = ()
         self._facts: dict[Hashable, Any] = {}
 
-    def find_stacks(self, nodes: Sequence[Any], others: Mapping[ParameterUse, Any]) -> None:
+    def find_kinds(self, nodes: Sequence[Any], others: Mapping[ParameterUse, Any]) -> None:
         """Find equal uses, given the nodes and the other factors of one of the graphs."""
         kinds: dict[Hashable, int] = {}
-        stacks: dict[Hashable, list[ParameterUse]] = {}
         for use in self.uses:
             factor = facts_of(others[use])
             is_dense = factor is None or torch.strided in factor
@@ -41,8 +38,6 @@ class Plan:
                 output = tuple(of.shape), of.dtype, of.device
                 facts = use.use, use.samples, use.shape, output, factor
                 use.kind, use.factor = kinds.setdefault(facts, len(kinds)), factor
-            stacks.setdefault(use if use.kind is None else use.kind, []).append(use)
-        self.stacks = tuple(map(tuple, stacks.values()))
 
     def known(self, key: Hashable, find: Callable[[], Fact]) -> Fact:
         """Return what another class found out about the uses, by a key of its own."""

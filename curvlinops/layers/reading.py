@@ -61,8 +61,6 @@ class ParameterUse:
     #: The parameter, and its shape. The argument may depend on others, too.
     name: str
     whole: tuple[int, ...]
-    #: The node that expands the argument for a product of batches; ``None`` without.
-    expanded: int | None = None
     #: The axis of the rows that numbers the samples; ``None`` if it is not known.
     samples: SampleAxis | None = None
     #: Equal for uses of parameters that can be computed together; ``None`` for others.
@@ -100,13 +98,10 @@ class ParameterUse:
         return use.matrices and use.matrices.shape_of(view)
 
     def asked(self, nodes: Sequence[Any]) -> Use | None:
-        """Return the use in an equal graph, ``None`` if it is another one there."""
-        expanded = None if self.expanded is None else nodes[self.expanded]
-        uses, _ = uses_at(nodes[self.node], self.position, expanded)
-        if uses is None or len(uses) != 1:
-            return None
-        use = replace(uses[0], is_bias=self.use.is_bias, joins_weight=self.use.joins_weight)
-        return use if use.structure == self.use else None
+        """Return a use that is not settled in an equal graph, ``None`` if it is another one."""
+        uses, _ = uses_at(nodes[self.node], self.position)
+        is_same = uses is not None and [use.structure for use in uses] == [self.use]
+        return uses[0] if is_same else None
 
 
 # --- reading
@@ -208,7 +203,7 @@ class Reading:
                 part = view if use.part is None else view.select(0, use.part)
                 place = call, number, position, use, argument, shape, part
                 self.uses += [
-                    ParameterUse(*place, lookup, name, self._shapes[name], numbers.get(expanded))
+                    ParameterUse(*place, lookup, name, self._shapes[name])
                     for name, lookup in lookups.items()
                 ]
 

@@ -21,7 +21,7 @@ from curvlinops.layers.gradients import (
     sum_of,
     total,
 )
-from curvlinops.layers.graph import Graph, graph_of
+from curvlinops.layers.graph import KnownGraphs
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.plan import Plan, facts_of
 from curvlinops.layers.reading import LOOKUPS, PRODUCTS, ParameterUse, Reading, Signature
@@ -57,7 +57,7 @@ class RecordedBatch:
         self,
         problem: BatchProblem,
         names: list[str],
-        graphs: dict[Graph, Hashable],
+        graphs: KnownGraphs,
         tracks_inputs: bool = False,
     ):
         self.names, self._tracks_inputs = names, tracks_inputs
@@ -70,7 +70,7 @@ class RecordedBatch:
                 output = output.view_as(output)
         #: The model's output: each sample has the same number of neighboring rows.
         self.output = output
-        self.graph, self.nodes = graph_of(graphs, problem.batch.X, output, self._leaves)
+        self.graph, self.nodes = graphs.find(problem.batch.X, output, self._leaves)
         # checkpoints compute again what they have saved, when it is read or differentiated
         self._context, _ = self._evaluation.of_graph(self.graph.runs_python)
         #: The number of samples, and the batch's weight. Who records the batch sets them.
@@ -94,18 +94,15 @@ class RecordedBatch:
             with self._evaluation.active():
                 self._problem.learn_from(self.output, self._leaves, False, self.nodes)
 
-    def read(self, roles: dict[Signature, bool], graphs: Iterable[Graph]) -> None:
-        """Find uses and the samples of their rows, and add to the ``roles`` of known graphs."""
+    def read(self) -> None:
+        """Find uses and the samples of their rows."""
         plans, same = self.graph.plans, (self.num_samples, tuple(self.names))
         plan = plans.get(same)
         if plan is None or not self._holds(plan):
-            self.others, self._asked, before = {}, {}, dict(roles)
-            plan, is_sure = self._new_plan(roles)
-            if any(known and not before.get(signature) for signature, known in roles.items()):
-                for graph in [*graphs]:  # some may have taken it for a use
-                    graph.plans.clear()
+            self.others, self._asked = {}, {}
+            plan, is_sure = self._new_plan()
             self._holds(plan)
-            plan.find_stacks(self.nodes, self.others)
+            plan.find_kinds(self.nodes, self.others)
             if is_sure:  # other threads use it from now on
                 plans[same] = plan
         self.plan, self.uses = plan, [*plan.uses]
@@ -129,16 +126,16 @@ class RecordedBatch:
                 self.others[use] = other
         return True
 
-    def _new_plan(self, roles: dict[Signature, bool]) -> tuple[Plan, bool]:
+    def _new_plan(self) -> tuple[Plan, bool]:
         """Return the plan of a new graph, and whether it is that of all equal graphs."""
         self._depends_on_numbers = False
         axes = self._sample_axes() if self.num_samples > 1 else {}
-        reading = self._reading(axes, roles)
+        reading = self._reading(axes)
         if reading.has_open and not self._tracks_inputs:
-            self._learn_roles(roles)
-            reading = self._reading(axes, roles)
-        for signature, is_function in reading.roles.items():
-            roles[signature] = is_function or roles.get(signature, False)
+            self._learn_roles()
+            reading = self._reading(axes)
+        roles = self.graph.roles
+        roles.update((x, known or roles.get(x, False)) for x, known in reading.roles.items())
         for use in reading.uses:
             use.samples = self._samples_of_rows(use, axes)
         has_parts = any(use.use.part is not None for use in reading.uses)
@@ -149,11 +146,13 @@ class RecordedBatch:
                 self._asked[use], use.use = use.use, use.use.structure
         return plan, is_sure
 
-    def _reading(self, axes: Mapping, roles: Mapping[Signature, bool]) -> Reading:
+    def _reading(self, axes: Mapping) -> Reading:
         @cache
         def given() -> set[int]:
             X = self._problem.batch.X
             return {address for x in leaves(X) for address in addresses(x)}
+
+        roles = self.graph.roles
 
         def is_function(node: Any, signature: Signature) -> bool | None:
             if self.num_samples == 1:  # does not show which axes of length one number samples
@@ -175,7 +174,7 @@ class RecordedBatch:
             reached = {self.nodes[number]: name for number, name in known if name in names}
             return Reading(self.nodes, reached, shapes, is_function)
 
-    def _learn_roles(self, roles: dict[Signature, bool]) -> None:
+    def _learn_roles(self) -> None:
         """Find out by another graph what depends on X; one sample is taken twice."""
         problem, num_samples = self._problem, max(self.num_samples, 2)
         X = problem.batch.X
@@ -183,14 +182,14 @@ class RecordedBatch:
         try:
             with preserved_rng():
                 batch = Batch(problem.batch.index, map_leaves(X, _tracked), None)
-                twin = RecordedBatch(problem.on(batch), self.names, {}, tracks_inputs=True)
+                twin = RecordedBatch(problem.on(batch), self.names, KnownGraphs(), True)
         except Exception as error:  # a user's model may raise anything on another batch
             if not is_refusal(error):
                 raise
             return
         if len(twin.output) * self.num_samples == len(self.output) * num_samples:
-            twin.num_samples = num_samples
-            twin.read(roles, ())
+            twin.num_samples, twin.graph.roles = num_samples, self.graph.roles
+            twin.read()
 
     def _sample_axes(self) -> dict[tuple[Any, int], Any]:
         edge = get_gradient_edge(self.output)
@@ -235,30 +234,30 @@ class RecordedBatch:
         self.uses = [use for use in self.uses if use.name not in names]
 
     def split(
-        self, tied: bool = False
-    ) -> "tuple[RecordedBatch, RecordedBatch, Tensor | None] | None":
-        """Return the uses at the output ``x @ matrix``, all before, with x as output, the matrix.
+        self, tied: bool
+    ) -> "tuple[dict[str, PerSampleGradient], RecordedBatch, Tensor | None] | None":
+        """Return gradients of zero at the output ``x @ matrix``, all before x, and the matrix.
 
         ``None`` if the output is no such product, or if its parameters are used before, except that
         whole tables are looked up if ``tied``. There is no matrix if nothing before has a gradient.
         """
-        node, own, before = self.output.grad_fn, copy(self), copy(self)
+        node, before = self.output.grad_fn, copy(self)
         while (name := node.name()) in RESHAPES:
             node = node.next_functions[0][0]
-        own.uses = [use for use in self.uses if self.nodes[use.node] is node]
         before.uses = [use for use in self.uses if self.nodes[use.node] is not node]
-        for part in (own, before):
-            used = {use.name for use in part.uses}
-            part.names = [x for x in self.names if x in used]
+        used = {use.name for use in before.uses}
+        before.names = [name for name in self.names if name in used]
+        own = {use.name: use for use in self.uses if self.nodes[use.node] is node}
         right = len(node.next_functions) - 1
-        others = [use for use in before.uses if use.name in own.names]
-        all_of = [use.entries for use in (*own.uses, *others)] if others else []
+        others = [use for use in before.uses if use.name in own]
+        entries = [use.entries for use in (*own.values(), *others)]
         if (
-            not any(use.position == right and use.view_of is not None for use in own.uses)
+            not any(use.position == right for use in own.values())
             or name not in ("MmBackward0", "AddmmBackward0")
             or getattr(node, "_saved_alpha", 1) != 1
+            or len(own) + len(before.uses) < len(self.uses)  # one is both matrix and bias
             or not all(tied and self.nodes[use.node].name() in LOOKUPS for use in others)
-            or not all(entries is not None and entries.have_all for entries in all_of)
+            or not all(x is not None and (x.have_all or not others) for x in entries)
             or any(use.samples is None for use in self.uses)
             or self._problem.learned().hooks  # which might be between
             or self._problem.model.shards.params  # matrices are not kept
@@ -268,18 +267,15 @@ class RecordedBatch:
             before.output = saved(node, "_saved_self" if right == 1 else "_saved_mat1")
             matrix = saved(node, "_saved_mat2")
         before._chunks = in_chunks(partial(batched_vjp, {"": before.output}), _ANY_NUMBER)
-        return own, before, matrix
+        zeros = Arrived(self, dict.fromkeys(own.values(), _at_output(node, [], 1)), {})
+        found = {name: zeros.take(use, by_position=True) for name, use in own.items()}
+        return found, before, matrix
 
     def rule(self, use: ParameterUse) -> Use:
         """Return the way in which a node of this graph depends on a parameter."""
         return self._asked.get(use, use.use)
 
     # --- backward passes
-
-    def zeros(self) -> "Arrived":
-        """Return gradients of zero at each use's output, without memory."""
-        zeros = {use: _at_output(self.nodes[use.node], [], 1) for use in self.uses}
-        return Arrived(self, zeros, {})
 
     def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
         """Backpropagate vectors ``[V, *output]`` to the nodes that use parameters.
@@ -465,20 +461,14 @@ class Arrived:
     ):
         self._batch, self.outputs, self.totals = batch, outputs, totals
         self._by_sample, self._absolute = by_sample, absolute
-        self._inputs: dict[Hashable, Tensor] = {}
-        self._made: dict[ParameterUse, PerSampleGradient] = {}
 
     def keep(self, uses: Iterable[ParameterUse]) -> None:
         """Free the gradients of all other uses."""
-        self.outputs = {use: self.outputs[use] for use in uses if use not in self._made}
+        self.outputs = {use: self.outputs[use] for use in uses}
 
-    def make(self, uses: Iterable[ParameterUse]) -> dict[ParameterUse, PerSampleGradient]:
-        """Return gradients by position of some uses, which ``take`` returns again."""
-        wanted = [*uses]
-        for use in wanted:
-            if use not in self._made:
-                self._made[use] = self.take(use, by_position=True)
-        return {use: self._made[use] for use in wanted}
+    def peek(self, use: ParameterUse) -> PerSampleGradient:
+        """Return the gradients of a use by position, and keep them."""
+        return Arrived(self._batch, {use: self.outputs[use]}, {}).take(use, by_position=True)
 
     def stacks(
         self, stacks: Iterable[Sequence[Item]]
@@ -528,10 +518,7 @@ class Arrived:
         are not written down; with ``elementwise``, those of all elementwise functions do.
         """
         use, num = uses[0], len(uses)
-        if use in self._made:
-            return self._made.pop(use)
-        rule = self._batch.rule(use)
-        x, g = self._factors(uses, by_position and rule.matrices is not None)
+        rule, (x, g) = self._batch.rule(use), self._factors(uses)
         is_sum = by_position and (rule.is_bias or (elementwise and rule.gradient is summed))
         make = partial(partial(_as_products, num) if is_sum else rule.gradient, x, g)
         if num > 1:
@@ -540,7 +527,7 @@ class Arrived:
 
     def each(self, uses: Sequence[ParameterUse]) -> list[PerSampleGradient]:
         """Return the gradients of several equal uses, as parts of the same tensors."""
-        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses, False)
+        gradient, (x, g) = self._batch.rule(uses[0]).gradient, self._factors(uses)
         inputs = [None] * len(uses) if x is None else x.chunk(len(uses), 2)
         factors = zip(uses, inputs, g.chunk(len(uses), 3), strict=True)
         return [gradient(x, g, use.entries) for use, x, g in factors]
@@ -548,13 +535,13 @@ class Arrived:
     def _is_assigned(self, use: ParameterUse) -> bool:
         return self._by_sample and use.samples is not None
 
-    def _factors(self, uses: Sequence[ParameterUse], is_kept: bool) -> tuple[Tensor | None, Tensor]:
+    def _factors(self, uses: Sequence[ParameterUse]) -> tuple[Tensor | None, Tensor]:
         """Return inputs ``[N, S, *]`` and rows ``[V, N, S, *]`` of equal uses, side by side."""
         rule, num, place = self._batch.rule(uses[0]), len(uses), (_ONE_SAMPLE, 1)
         if self._is_assigned(uses[0]):
             place = uses[0].samples, self._batch.num_samples
         order = *place, len(rule.row_shape)
-        x = self._rows_of_inputs(uses, order, is_kept)
+        x = self._rows_of_inputs(uses, order)
         arrived = [self.outputs.pop(use) for use in uses]
         g = rule.to_rows(arrived[0] if num == 1 else torch.cat(arrived))
         g = wide(to_front(g.detach() if g.requires_grad else g, *order))
@@ -565,25 +552,18 @@ class Arrived:
         return x, g
 
     def _rows_of_inputs(
-        self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int], is_kept: bool
+        self, uses: Sequence[ParameterUse], order: tuple[SampleAxis, int, int]
     ) -> Tensor | None:
-        """Return the other factors' rows, with samples in front; perhaps keep them for others."""
+        """Return the other factors' rows, with samples in front."""
         others = [self._batch.others[use] for use in uses]
         if others[0] is None:
             return None
-        key = self.input_key(uses[0]), order
-        if len(uses) == 1 and key in self._inputs:
-            return self._inputs[key]
         others = [x if isinstance(x, Tensor) else x() for x in others]
         others = [(x if x.layout is torch.strided else x.to_dense()).detach() for x in others]
         x = others[0].unsqueeze(0) if len(others) == 1 else torch.stack(others)
         to_inputs = self._batch.rule(uses[0]).to_inputs
         x = wide(to_front(x if to_inputs is None else to_inputs(x), *order))
-        if len(uses) > 1:
-            return _side_by_side(x, 2)
-        if is_kept:
-            self._inputs[key] = x[0]
-        return x[0]
+        return x[0] if len(uses) == 1 else _side_by_side(x, 2)
 
 
 def stacks_of(

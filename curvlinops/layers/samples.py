@@ -12,9 +12,9 @@ from torch import Tensor
 from curvlinops.layers.check import probe
 from curvlinops.layers.fallback import OneByOne, check_layers
 from curvlinops.layers.gradients import BYTES, PerSampleGradient, Piece
-from curvlinops.layers.graph import Graph
+from curvlinops.layers.graph import KnownGraphs
 from curvlinops.layers.plan import Fact
-from curvlinops.layers.reading import ParameterUse, Signature
+from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.recorded import Arrived, RecordedBatch
 from curvlinops.layers.rules import RuleError
 from curvlinops.risk.batch_problem import BatchProblem
@@ -110,17 +110,16 @@ class SampleGradients:
         return max(room // max(size, 1), 1)
 
     def split(
-        self, tied: bool = False
-    ) -> "tuple[SampleGradients, SampleGradients, Tensor | None] | None":
-        """Return the uses at the output, all before, and a matrix, see ``RecordedBatch.split``."""
+        self, tied: bool
+    ) -> "tuple[dict[str, PerSampleGradient], SampleGradients, Tensor | None] | None":
+        """Return what is at the output, all before, and a matrix, see ``RecordedBatch.split``."""
         self.check()
-        batch, problem = self._batch, self._problem
+        batch, problem, before = self._batch, self._problem, copy(self)
         if batch is None or self.fallbacks or self._rules.unchecked(batch):
             return None
         if (parts := batch.split(tied)) is None:
             return None
-        own, before = copy(self), copy(self)
-        own._batch, before._batch, matrix = parts
+        own, before._batch, matrix = parts
         before.output, names = before._batch.output.detach(), before._batch.names
         before._problem = problem.on(problem.batch, problem.space.restricted(names))
         return own, before, matrix
@@ -139,10 +138,6 @@ class SampleGradients:
             self._rules.check(batch, u, arrived, new)
             arrived.keep(batch.uses)
         return arrived
-
-    def zeros(self) -> Arrived:
-        """Return gradients of zero in place of a pass."""
-        return Arrived(None, {}, {}) if self._batch is None else self._batch.zeros()
 
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
         """Backpropagate vectors; a sample's gradient is that of its rows of the output.
@@ -175,21 +170,6 @@ class SampleGradients:
         return self._fallback.gradients(self._problem, *self._whole, self.num_samples, u, names)
 
 
-class LayerFacts:
-    """Facts that passes have shown about a model's layers, for all operators on the model."""
-
-    is_shared = True
-
-    def __init__(self):
-        #: Which nodes return functions of parameters alone, see ``Reading``.
-        self.roles: dict[Signature, bool] = {}
-        #: The known graphs, see ``graph_of``.
-        self.graphs: dict[Graph, Hashable] = {}
-
-    def __reduce__(self) -> tuple:
-        return LayerFacts, ()  # hashes and types of nodes are those of this process
-
-
 class SampleBackward:
     """Computes gradients of single samples, in one pass where the layers are known.
 
@@ -210,12 +190,12 @@ class SampleBackward:
         self._allow_unassigned = allow_unassigned
         #: Why parameters are treated sample by sample.
         self.fallbacks: dict[str, str] = {}
-        self._facts = LayerFacts()
+        self._graphs = KnownGraphs()
         self._fallback = OneByOne(independent)
 
     def capture(self, problem: BatchProblem) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed."""
-        self._facts = problem.rules(LayerFacts)
+        self._graphs = problem.rules(KnownGraphs)
         states = GeneratorStates()
         batch = self._record(problem, states)
         return SampleGradients(problem, batch, self, self._fallback, states)
@@ -234,7 +214,7 @@ class SampleBackward:
         if batch.is_constant:
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
-        batch.read(self._facts.roles, self._facts.graphs)
+        batch.read()
         if batch.plan.unread:
             custom = sorted(custom_functions(graph_nodes(batch.output)))
             which = f" (perhaps one of {', '.join(custom)})" if custom else ""
@@ -250,7 +230,7 @@ class SampleBackward:
     ) -> RecordedBatch | None:
         """Run the model and keep its graph, ``None`` if it can only run without."""
         try:
-            return RecordedBatch(problem, names, self._facts.graphs)
+            return RecordedBatch(problem, names, self._graphs)
         except Exception as error:  # a model that looks at its own graph may raise anything
             if isinstance(error, RuleError) or not is_refusal(error):
                 raise

@@ -120,7 +120,7 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
             head = head_of(problem, gradients)
             vectors = hessian_roots(problem, gradients, head)
             if head is not None:
-                yield slice(None), head.gradients()
+                yield slice(None), {name: head.gradient(name) for name in head.own}
                 gradients = head.before
         for u, last in mark_last(vectors):
             yield from gradients.backward(u, last, together=True)

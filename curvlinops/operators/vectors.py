@@ -1,13 +1,13 @@
 """Vectors whose backpropagated outer products add up to a curvature matrix."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.gradients import PerSampleGradient
+from curvlinops.layers.factors import FactoredGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.layers.samples import SampleGradients
 from curvlinops.losses import Loss
@@ -43,28 +43,19 @@ def sampled_gradients(problem: BatchProblem, output: Tensor, num_samples: int, s
 class Head(NamedTuple):
     """The product ``x @ matrix`` that is a model's output, with the terms of the loss as rows."""
 
-    own: SampleGradients  # the gradients of the uses of parameters there
+    own: Mapping[str, FactoredGradient]  # zeros, by parameter, with the inputs x there
     before: SampleGradients  # those of all others, with vectors at x, [T, I]
     matrix: Tensor | None  # [I, C]; None if there are no others
     hessian: FactoredHessian  # of the terms
 
-    @property
-    def names(self) -> set[str]:
-        """The parameters there."""
-        return {use.name for use in self.own.uses}
-
-    def gradients(self, Q: Tensor | None = None) -> dict[str, PerSampleGradient]:
+    def gradient(self, name: str, Q: Tensor | None = None) -> OuterProducts:
         """Return gradients ``q x^T`` of each term, whose squares are the sums of all vectors'.
 
         Their outputs are the columns q of ``[C, K]``: along q, squares add up to ``q^T H q``.
         """
+        x = rearrange(self.own[name].inputs(), "n s g i -> (n s) 1 g i")
         g = rearrange(self.hessian.along(Q).sqrt(), "t k -> 1 t 1 1 k")
-        arrived, found = self.own.zeros(), {}
-        for use in self.own.uses:
-            gradient = arrived.take(use, by_position=True)
-            x = rearrange(gradient.inputs(), "n s g i -> (n s) 1 g i")
-            found[use.name] = OuterProducts(x, g.to(x), gradient.entries)
-        return found
+        return OuterProducts(x, g.to(x), self.own[name].entries)
 
 
 def head_of(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from contract import error, matrix
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from curvlinops import EKFACLinearOperator, GGNDiagonalLinearOperator, KFACLinearOperator
 from curvlinops.operators import vectors
@@ -74,6 +75,17 @@ class Transposed(nn.Module):
         return self.first(x).tanh() @ self.weight
 
 
+class Biased(nn.Module):
+    """A head whose bias is a function of its weight, or of another parameter."""
+
+    def __init__(self, bias: Callable[[nn.Module], Tensor]):
+        super().__init__()
+        self.first, self.head, self.bias = nn.Linear(D, H), nn.Linear(H, C), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(self.first(x).tanh(), self.head.weight, self.bias(self.head))
+
+
 def net(bias: bool = True, outputs: int = C, *last: nn.Module) -> nn.Module:
     norm = nn.LayerNorm(H)
     return nn.Sequential(nn.Linear(D, H), norm, nn.Tanh(), nn.Linear(H, outputs, bias), *last)
@@ -132,6 +144,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], nn.Module, Callable, Callable, b
     ),
     "hooks": (Hooked, CE(), lambda n: torch.randn(n, D), classes, False),
     "used twice": (Twice, CE(), lambda n: torch.randn(n, D), classes, False),
+    "matrix and bias": (
+        lambda: Biased(lambda head: head.weight[:, 0]), CE(), lambda n: torch.randn(n, D), classes,
+        False,
+    ),
+    "function as bias": (
+        lambda: Biased(lambda head: head.bias.exp()), CE(), lambda n: torch.randn(n, D), classes,
+        False,
+    ),
 }  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def add_block_sums(
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
         for stack, i in ((x, i) for x in wanted for i in range(len(x.singles))):
-            if (name := stack.singles[i].names[0]) in head.names:
+            if (name := stack.singles[i].names[0]) in head.own:
                 pieces = wanted[stack].part(stack, [i]).of_head(head, name, dtype)
                 _add(sums, stack, [i], pieces)
         samples = head.before

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation
+from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation, rotated
+from curvlinops.layers.gradients import squared_sum
 from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import BASIS_INPUTS, BASIS_OUTPUTS, MOMENT, Block, Stack
-from curvlinops.operators.kfac.moments import squares_of_rows
 from curvlinops.operators.vectors import Head
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.structured.factor import Factor, identity
@@ -55,12 +56,15 @@ class Basis(BlockSum):
 
     def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""
-        gradient = head.gradients(None if self.outputs is None else self.outputs[0])[name]
+        gradient = head.gradient(name, None if self.outputs is None else self.outputs[0])
         return replace(self, outputs=None).of_gradients([gradient.to(dtype)])
 
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the sum of squares of ``[P, G, O, I]`` in this basis, ``[G, O, I]``."""
-        return {MOMENT: squares_of_rows(rows, self.outputs, self.inputs)}
+        rows = rotated(rearrange(rows, "p g o i -> p o g i"), self.inputs)
+        rows = rotated(rearrange(rows, "p o g i -> p i g o"), self.outputs)
+        squares = squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
+        return {MOMENT: rearrange(squares, "i g o -> g o i")}
 
 
 def eigenbases(stack: Block, known: Set[tuple[ParameterView, ...]]) -> dict[Stack, Tensor]:

@@ -57,11 +57,11 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
     counts: list[int | Tensor] = []
     if options.fisher_type is FisherType.TYPE2 and not padding.masks:
         head = head_of(problem, samples, options.exact or not options.reduced, tied=True)
-    if head is not None and not sums.structure.exact.keys().isdisjoint(head.names):
+    if head is not None and not sums.structure.exact.keys().isdisjoint(head.own):
         head = None
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
-        _add_head(sums, head)
+        _add_head(sums, samples, head)
         samples = head.before
     for chunk, (u, last) in enumerate(mark_last(vectors)):
         arrived = samples.arrive(u, last)
@@ -69,14 +69,15 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
             layers = layers_of(samples, options.reduced)
             sharing = () if padding.masks else _sharing(layers, arrived, {}, options)
             uses = _learned(sums, samples, layers, sharing)
-        exact = sums.structure.exact
-        whole = arrived.make(x for x in samples.uses if x.name in exact)
+        exact = [use for use in samples.uses if use.name in sums.structure.exact]
+        # biases may have their B of a weight with an exact block
+        whole = {use: arrived.peek(use) for use in exact}
         pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
         counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
-            made = arrived.make(chain(*_factored(sums, layers).values()))
-            padding.note(made)
-            counting = {place: padding.counting(place) for place in made} if last else {}
+            places = [*chain(*_factored(sums, layers).values())]
+            padding.note(arrived, places)
+            counting = {place: padding.counting(place) for place in places} if last else {}
             sharing = _sharing(layers, arrived, counting, options) if last else ()
             uses = _learned(sums, samples, layers, sharing)
         if chunk == 0 or padding.masks:
@@ -145,16 +146,16 @@ def _stacks(
     return stacks_of({x: x.uses for x in summands}, treatments.__getitem__)
 
 
-def _add_head(sums: FactorSums, head: Head) -> None:
+def _add_head(sums: FactorSums, samples: SampleGradients, head: Head) -> None:
     """Add the head's inputs, and the sum of the Hessians for its B."""
-    layers, arrived = layers_of(head.own, sums.options.reduced), head.own.zeros()
+    every, before = layers_of(samples, sums.options.reduced).items(), head.before.uses
+    layers = {use: x for use, x in every if use.name in head.own and x[0] not in before}
     dtype = sums.space.dtype
     sharing = [None if use.shape.is_bias else i for i, use in enumerate(layers)]
-    uses = _learned(sums, head.own, layers, tuple(sharing))
+    uses = _learned(sums, samples, layers, tuple(sharing))
     for x in _summands(sums, layers, uses.inputs):
         if x.inputs is not None:
-            gradients = [arrived.take(place, by_position=True).to(dtype) for place in x.uses]
-            _add_inputs(sums, [x], gradients, [None] * len(x.uses))
+            _add_inputs(sums, [x], [head.own[x.use.name].to(dtype)], [None])
         diagonal = x.use.shape.outputs > sums.options.max_factor_size
         hessian = head.hessian.along(None).sum(0) if diagonal else head.hessian.sum()
         sums.add(x.gradients.stack, [x.gradients.index], hessian.to(dtype).unsqueeze(0))
@@ -181,9 +182,10 @@ class Padding:
         is_one = samples.num_samples == 1 and any(not bool(mask.all()) for mask in self.masks)
         self._routed = samples.known("routed", samples.without_axis) if is_one else frozenset()
 
-    def note(self, gradients: Mapping[ParameterUse, PerSampleGradient]) -> None:
+    def note(self, arrived: Arrived, uses: Iterable[ParameterUse]) -> None:
         """Note which rows have a gradient for some of the vectors."""
-        for use, gradient in gradients.items():
+        for use in uses:
+            gradient = arrived.peek(use)
             is_on_axis = use.samples is not None and use not in self._routed
             if isinstance(gradient, FactoredGradient) and is_on_axis:
                 reached = gradient.output_gradients().flatten(3).ne(0).any(-1).any(0)

@@ -13,8 +13,8 @@ from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.covariance import second_moment
-from curvlinops.layers.factors import FactoredGradient, moment, rotated
-from curvlinops.layers.gradients import squared_sum, total
+from curvlinops.layers.factors import FactoredGradient, moment
+from curvlinops.layers.gradients import total
 
 #: Gradients, and the inputs that count, ``[N, S]``.
 Masked = tuple[FactoredGradient, Tensor | None]
@@ -91,11 +91,3 @@ def _expanded_gradients(g: Tensor, diagonal: bool) -> Tensor:
         rows = rearrange(g, "v n s 1 o -> (v n) o s")
         return second_moment(rows.mT).sum(0, keepdim=True)
     return moment(g.flatten(0, 2), diagonal=False)
-
-
-def squares_of_rows(rows: Tensor, outputs: Tensor | None, inputs: Tensor | None) -> Tensor:
-    """Return the sum of squares of ``[P, G, O, I]`` in another basis, ``[G, O, I]``."""
-    rows = rotated(rearrange(rows, "p g o i -> p o g i"), inputs)
-    rows = rotated(rearrange(rows, "p o g i -> p i g o"), outputs)
-    squares = squared_sum(rows.flatten(1)).reshape(rows.shape[1:])
-    return rearrange(squares, "i g o -> g o i")
