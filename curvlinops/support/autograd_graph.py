@@ -88,8 +88,7 @@ def runs_python(nodes: Sequence[Any]) -> bool:
 
 def has_hooks_on_saved(nodes: Iterable[Any]) -> bool:
     """Return whether hooks have replaced tensors that nodes save, as in checkpoints."""
-    held = (getattr(value, "data", None) for node in nodes for value in saved_values(node))
-    return not all(x is None or isinstance(x, Tensor) for x in held)
+    return not all(x is None or isinstance(x, Tensor) for x in _held(nodes))
 
 
 def loses_graph(node: Any, returned: tuple, given: tuple) -> bool:
@@ -142,8 +141,7 @@ def footprint(
     with without_torch_function():  # an evaluation watches what the model calls
         tensors = list(tensors)
         nodes = graph_nodes(*tensors) if nodes is None else nodes
-        # hooks on saved tensors, as of checkpoints, may have saved something else
-        held = [getattr(value, "data", None) for node in nodes for value in saved_values(node)]
+        held = [*_held(nodes)]
         held += leaves([getattr(node, "__dict__", None) for node in nodes])
         found = _storages(held)
         for address in _storages(leaf_variables(nodes)):
@@ -161,15 +159,22 @@ def addresses(x: Any) -> set[int]:
 
 def saved_memory(node: Any) -> set[int]:
     """Return the addresses of the memory of the tensors that a node has saved."""
-    return set(_storages(getattr(value, "data", None) for value in saved_values(node)))
+    return set(_storages(_held([node])))
+
+
+def _held(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors that nodes save, or what hooks, as those of checkpoints, save instead."""
+    return (getattr(value, "data", None) for node in nodes for value in saved_values(node))
 
 
 def _storages(objects: Iterable[Any]) -> dict[int, int]:
     """Return the bytes of the storages of the tensors among some objects, by address."""
     found = dict[int, int]()
     for x in objects:
-        with suppress(RuntimeError):  # a wrapper that does not show what it wraps
+        try:
             for part in strided_tensors(x) if isinstance(x, Tensor) else ():
                 storage = part.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:  # a wrapper that does not show what it wraps
+            pass
     return found

@@ -16,6 +16,9 @@ from curvlinops.support.devices import generators
 #: The seed of sampled labels where none is given, so that they are the same in each pass.
 DEFAULT_SEED = 2**31 - 1
 
+#: The bytes with which each object of Python begins: its count of references, and its type.
+_HEADER = object.__basicsize__
+
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
     """Return a generator for a device, seeded by non-negative integers, whose order matters."""
@@ -59,9 +62,7 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
-        # a normal number that waits to be drawn is not among the words
-        self._words = None if self._numpy.get("has_gauss") else _words()
+        self._python, (self._memory, self._numpy) = random.getstate(), _numpy_state()
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
@@ -81,16 +82,35 @@ class GeneratorStates:
             generator.set_state(state)
 
     def _has_numpy(self) -> bool:
-        if self._words is not None:
-            return self._words == _words()
+        if self._memory is not None:
+            return self._memory == _numpy_memory()
         return pickle.dumps(self._numpy) == pickle.dumps(np.random.get_state(legacy=False))
 
 
-def _words() -> bytes | None:
-    """Return the 624 words and the position of NumPy's generator; ``None`` of another kind."""
-    generator = np.random.get_bit_generator()
-    is_usual = type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, 2500) if is_usual else None
+#: The memory of NumPy's generator when its state was read last, and this state.
+_last: tuple[bytes | None, Any] = (None, None)
+
+
+def _numpy_state() -> tuple[bytes | None, Any]:
+    """Return the memory of NumPy's generator and its state, which takes 80 microseconds to read."""
+    global _last
+    memory = _numpy_memory()
+    if memory is None or memory != _last[0]:
+        _last = memory, np.random.get_state(legacy=False)
+    return _last
+
+
+def _numpy_memory() -> bytes | None:
+    """Return all bytes of NumPy's generator, ``None`` if it is not of the usual kind.
+
+    These are 624 words with the position in them, and the fields of the object that draws from
+    them: one is a normal number that waits to be drawn.
+    """
+    generator, source = np.random.get_bit_generator(), np.random.mtrand._rand
+    if type(generator) is not np.random.MT19937:
+        return None
+    words = ctypes.string_at(generator.ctypes.state_address, 2500)
+    return words + ctypes.string_at(id(source) + _HEADER, type(source).__basicsize__ - _HEADER)
 
 
 @contextmanager

@@ -34,7 +34,9 @@ _OTHER_RESULTS = (
 
 #: The modules of types and functions that compute the same twice, if no random number is drawn.
 _KNOWN = re.compile(r"builtins|torch|torch\.nn\..*|torch\._C.*")
-_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
+#: Types of these modules whose objects have nothing in them; they are most frequent.
+_PLAIN = {type(None), bool, int, float, str, Tensor, nn.Parameter}
 
 
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
@@ -128,12 +130,22 @@ def _is_known_risk(risk: EmpiricalRisk) -> bool:
 
 def _is_known(part: Any) -> bool:
     """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
-    if type(part) in _CONTAINERS:
-        return all(map(_is_known, part.values() if isinstance(part, dict) else part))
-    named = part if hasattr(part, "__qualname__") else type(part)  # a function, or an object
-    is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
-    # its modules, hooks and functions
-    return is_known and (not isinstance(part, nn.Module) or _is_known(vars(part)))
+    stack, seen = [part], set[int]()
+    while stack:
+        part = stack.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        inner, is_module = part, isinstance(part, nn.Module)
+        if type(part) not in _CONTAINERS:
+            is_function = not is_module and hasattr(part, "__qualname__")
+            if not _KNOWN.fullmatch((part if is_function else type(part)).__module__ or "torch"):
+                return False
+            inner = vars(part) if is_module else ()  # its modules, hooks and functions
+        inner = inner.values() if isinstance(inner, dict) else inner
+        inner = [x for x in inner if type(x) not in _PLAIN]
+        stack += [x for x in inner if type(x) not in _CONTAINERS or x]
+    return True
 
 
 def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
