@@ -226,14 +226,15 @@ def test_a_normal_number_that_waits_to_be_drawn():
             noise = np.random.randn()
             return ((X + 0 * noise, y) for X, y in super().__iter__())
 
-    multiply = multiplication("hessian", model(), Drawing(batches()))
-    np.random.randn()  # draws two; the second is not among the words of the generator
+    operator = ALL["hessian"].build(problem(model(), Drawing(batches())))
+    np.random.seed(0), np.random.randn()  # draws two; the second is not among the words
     waiting = np.random.get_state()
     for _ in range(2):
         around = surroundings()
-        multiply()
+        operator @ torch.ones(operator.shape[1])
         assert surroundings() == around
         np.random.randn()
+        operator @ torch.ones(operator.shape[1])  # with the same words, and none that waits
         np.random.set_state(waiting)
 
 
