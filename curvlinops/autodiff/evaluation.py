@@ -55,7 +55,7 @@ class Evaluation:
         self._protected = Protected(modules, model.params, model.shards.source_of)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self) -> Iterator["Evaluation"]:
         """Enter the context; refuse parameters that were replaced since the operator was built."""
         model = self._model
         if self._modules is None:
@@ -73,7 +73,7 @@ class Evaluation:
                 self._differentiation, self._protected, model.shards.products, self._hooks
             ),
         ):
-            yield
+            yield self
 
     def of_graph(
         self, runs_python: bool

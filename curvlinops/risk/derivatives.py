@@ -52,8 +52,7 @@ def evaluate(problem: BatchProblem) -> Tensor:
     if problem.is_first:
         with problem.recording("once") as recording:
             return recording.output.detach()
-    evaluation = problem.evaluation(problem.constants(), "once")
-    with evaluation.active():
+    with problem.evaluation(problem.constants(), "once").active() as evaluation:
         return problem.output(evaluation).detach()
 
 
@@ -346,8 +345,7 @@ def _dual_evaluation(
     with ExitStack() as stack:
         with forward_ad.dual_level():
             duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
-            evaluation = problem.evaluation(duals, "forward")
-            stack.enter_context(evaluation.active())
+            evaluation = stack.enter_context(problem.evaluation(duals, "forward").active())
             dual = problem.output(evaluation)
             check_graph(graph_nodes(dual), problem.model, leaves, must_depend=False)
             output, tangent = forward_ad.unpack_dual(dual)

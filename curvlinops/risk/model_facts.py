@@ -17,10 +17,11 @@ from curvlinops.autodiff.evaluation import not_registered
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
     DIFFERENTIATING,
+    are_replaced,
     custom_functions,
     footprint,
     graph_nodes,
-    has_hooks_on_saved,
+    held_by,
     is_users,
     leaf_variables,
     loses_graph,
@@ -89,7 +90,8 @@ class ModelFacts:
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
         self.is_evaluated = True
-        self.graph_bytes = inf if has_hooks_on_saved(nodes) else footprint([output], nodes=nodes)
+        held = [*held_by(nodes)]
+        self.graph_bytes = inf if are_replaced(held) else footprint([output], (), nodes, held)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 

@@ -5,6 +5,7 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,9 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, (self._memory, self._numpy) = random.getstate(), _numpy_state()
+        self._python, memory = random.getstate(), _numpy_memory()
+        self._numpy = _numpy_state(memory) if memory else np.random.get_state(legacy=False)
+        self._memory = memory
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
@@ -87,24 +90,17 @@ class GeneratorStates:
         return pickle.dumps(self._numpy) == pickle.dumps(np.random.get_state(legacy=False))
 
 
-#: The memory of NumPy's generator when its state was read last, and this state.
-_last: tuple[bytes | None, Any] = (None, None)
-
-
-def _numpy_state() -> tuple[bytes | None, Any]:
-    """Return the memory of NumPy's generator and its state, which takes 80 microseconds to read."""
-    global _last
-    memory = _numpy_memory()
-    if memory is None or memory != _last[0]:
-        _last = memory, np.random.get_state(legacy=False)
-    return _last
+@lru_cache(maxsize=8)
+def _numpy_state(memory: bytes) -> Any:
+    """Return the state of NumPy's generator with this memory; reading it takes 80 microseconds."""
+    return np.random.get_state(legacy=False)
 
 
 def _numpy_memory() -> bytes | None:
     """Return all bytes of NumPy's generator, ``None`` if it is not of the usual kind.
 
-    These are 624 words with the position in them, and the fields of the object that draws from
-    them: one is a normal number that waits to be drawn.
+    These are 624 words, the position among them, and the fields of the object that draws: one is a
+    normal number that waits to be drawn.
     """
     generator, source = np.random.get_bit_generator(), np.random.mtrand._rand
     if type(generator) is not np.random.MT19937:

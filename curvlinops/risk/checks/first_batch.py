@@ -130,22 +130,15 @@ def _is_known_risk(risk: EmpiricalRisk) -> bool:
 
 def _is_known(part: Any) -> bool:
     """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
-    stack, seen = [part], set[int]()
-    while stack:
-        part = stack.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        inner, is_module = part, isinstance(part, nn.Module)
-        if type(part) not in _CONTAINERS:
-            is_function = not is_module and hasattr(part, "__qualname__")
-            if not _KNOWN.fullmatch((part if is_function else type(part)).__module__ or "torch"):
-                return False
-            inner = vars(part) if is_module else ()  # its modules, hooks and functions
-        inner = inner.values() if isinstance(inner, dict) else inner
-        inner = [x for x in inner if type(x) not in _PLAIN]
-        stack += [x for x in inner if type(x) not in _CONTAINERS or x]
-    return True
+    if type(part) in _CONTAINERS:
+        inner = part.values() if isinstance(part, dict) else part
+        inner = (x for x in inner if type(x) not in _PLAIN)
+        return all(_is_known(x) for x in inner if type(x) not in _CONTAINERS or x)
+    is_module = isinstance(part, nn.Module)
+    is_function = not is_module and hasattr(part, "__qualname__")
+    named = part if is_function else type(part)
+    is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
+    return is_known and (not is_module or _is_known(vars(part)))  # its modules, hooks and functions
 
 
 def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
