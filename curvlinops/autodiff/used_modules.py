@@ -7,6 +7,7 @@ import site
 import sys
 import sysconfig
 from collections import deque
+from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -77,11 +78,15 @@ def _search(function: Any, names: set[str]) -> list[list[nn.Module]]:
     return found
 
 
-def _attributes(part: Any, names: set[str]) -> list[Any]:
-    """Return the members of an object's class, and its attributes, that have these names."""
-    bases = [vars(base) for base in type(part).__mro__ if not _has_library(base.__module__)]
-    named = [x for x in (*bases, getattr(part, "__dict__", {})) if not names.isdisjoint(x)]
-    return [value for x in named for name, value in x.items() if name in names]
+def _attributes(part: Any, names: set[str]) -> Iterator[Any]:
+    """Yield the members of an object's class, and its attributes, that have these names."""
+    for base in type(part).__mro__:
+        module = sys.modules.get(base.__module__)
+        if base.__module__ == "builtins" or _is_library(getattr(module, "__file__", None)):
+            continue
+        yield from (member for name, member in vars(base).items() if name in names)
+    attributes = getattr(part, "__dict__", {})
+    yield from (value for name, value in attributes.items() if name in names)
 
 
 def _variables(function: FunctionType, names: set[str]) -> list[Any]:
@@ -105,12 +110,6 @@ def _names(code: CodeType) -> frozenset[str]:
 @functools.cache
 def _is_library(file: str | None) -> bool:
     return file is not None and file.startswith(_LIBRARIES)
-
-
-@functools.cache
-def _has_library(module: str) -> bool:
-    """Return whether the classes of a module, given its name, are Python's or of a library."""
-    return module == "builtins" or _is_library(getattr(sys.modules.get(module), "__file__", None))
 
 
 def _is_assigned(cell: Any) -> bool:

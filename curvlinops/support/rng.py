@@ -63,31 +63,27 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, memory = random.getstate(), _numpy_memory()
-        self._numpy = _numpy_state(memory) if memory else np.random.get_state(legacy=False)
-        self._memory = memory
+        self._python, self._numpy = random.getstate(), _numpy_memory()
+        self._numpy_state = _numpy_state(self._numpy)
+        if self._numpy != _numpy_memory():  # another thread draws from it
+            _numpy_state.cache_clear()
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
         """Return whether the generators still have these states."""
         return (
             self._python == random.getstate()
-            and self._has_numpy()
+            and self._numpy == _numpy_memory()
             and all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)
-        if not self._has_numpy():
-            np.random.set_state(self._numpy)
+        if self._numpy != _numpy_memory():
+            np.random.set_state(self._numpy_state)
         for generator, state in self._torch:
             generator.set_state(state)
-
-    def _has_numpy(self) -> bool:
-        if self._memory is not None:
-            return self._memory == _numpy_memory()
-        return pickle.dumps(self._numpy) == pickle.dumps(np.random.get_state(legacy=False))
 
 
 @lru_cache(maxsize=8)
@@ -96,15 +92,15 @@ def _numpy_state(memory: bytes) -> Any:
     return np.random.get_state(legacy=False)
 
 
-def _numpy_memory() -> bytes | None:
-    """Return all bytes of NumPy's generator, ``None`` if it is not of the usual kind.
+def _numpy_memory() -> bytes:
+    """Return all bytes of NumPy's generator: its state, if it is not of the usual kind.
 
-    These are 624 words, the position among them, and the fields of the object that draws: one is a
+    Else 624 words, the position among them, and the fields of the object that draws: one is a
     normal number that waits to be drawn.
     """
     generator, source = np.random.get_bit_generator(), np.random.mtrand._rand
     if type(generator) is not np.random.MT19937:
-        return None
+        return pickle.dumps(np.random.get_state(legacy=False))
     words = ctypes.string_at(generator.ctypes.state_address, 2500)
     return words + ctypes.string_at(id(source) + _HEADER, type(source).__basicsize__ - _HEADER)
 
@@ -121,15 +117,13 @@ def preserved_rng() -> Iterator[None]:
 
 def apart(items: Iterable) -> Iterator[Any]:
     """Iterate over items whose source may draw random numbers, apart from the caller's."""
-    end, states = object(), None
+    end = object()
+    with preserved_rng():
+        rest, states = iter(items), GeneratorStates()
     while True:
         with preserved_rng():
-            if states is None:
-                rest = iter(items)
-            else:
-                states.restore()
-            item = next(rest, end)
-            states = GeneratorStates()
+            states.restore()
+            item, states = next(rest, end), GeneratorStates()
         if item is end:
             return
         yield item

@@ -135,8 +135,8 @@ def _is_known(part: Any) -> bool:
         inner = (x for x in inner if type(x) not in _PLAIN)
         return all(_is_known(x) for x in inner if type(x) not in _CONTAINERS or x)
     is_module = isinstance(part, nn.Module)
-    is_function = not is_module and hasattr(part, "__qualname__")
-    named = part if is_function else type(part)
+    # else a function, or an object
+    named = type(part) if is_module or not hasattr(part, "__qualname__") else part
     is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
     return is_known and (not is_module or _is_known(vars(part)))  # its modules, hooks and functions
 
