@@ -17,11 +17,10 @@ from curvlinops.autodiff.evaluation import not_registered
 from curvlinops.losses.base import Loss
 from curvlinops.support.autograd_graph import (
     DIFFERENTIATING,
-    are_replaced,
     custom_functions,
     footprint,
     graph_nodes,
-    held_by,
+    has_hooks_on_saved,
     is_users,
     leaf_variables,
     loses_graph,
@@ -90,8 +89,7 @@ class ModelFacts:
     def learn(self, watch: "Watch", output: Tensor, nodes: list[Any]) -> None:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
         self.is_evaluated = True
-        held = [*held_by(nodes)]
-        self.graph_bytes = inf if are_replaced(held) else footprint([output], (), nodes, held)
+        self.graph_bytes = inf if has_hooks_on_saved(nodes) else footprint([output], nodes=nodes)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 

@@ -83,16 +83,12 @@ def is_users(node: Any) -> bool:
 
 def runs_python(nodes: Sequence[Any]) -> bool:
     """Return whether backward passes run the user's code: functions, or hooks on saved tensors."""
-    return bool(custom_functions(nodes)) or are_replaced(held_by(nodes))
+    return bool(custom_functions(nodes)) or has_hooks_on_saved(nodes)
 
 
-def held_by(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Yield the tensors that nodes save, or what hooks, as those of checkpoints, save instead."""
-    return (getattr(value, "data", None) for node in nodes for value in saved_values(node))
-
-
-def are_replaced(held: Iterable[Any]) -> bool:
-    """Return whether hooks have replaced tensors that nodes save."""
+def has_hooks_on_saved(nodes: Iterable[Any]) -> bool:
+    """Return whether hooks have replaced tensors that nodes save, as in checkpoints."""
+    held = (getattr(value, "data", None) for node in nodes for value in saved_values(node))
     return not all(x is None or isinstance(x, Tensor) for x in held)
 
 
@@ -136,19 +132,20 @@ def footprint(
     tensors: Iterable[Tensor],
     others: Iterable[Tensor] = (),
     nodes: Sequence[Any] | None = None,
-    held: Iterable[Any] | None = None,
 ) -> int:
     """Return the memory in bytes that tensors keep alive, each with the graph that computed it.
 
     Leaves of graphs, which are parameters, and ``others``, which are in memory anyway, do not
     count. Not seen are the inputs of checkpoints, and what the user's own functions keep inside of
-    objects. The nodes of the graphs, and what they hold, are looked for unless they are given.
+    objects. The nodes of the graphs are looked for unless they are given.
     """
     with without_torch_function():  # an evaluation watches what the model calls
         tensors = list(tensors)
         nodes = graph_nodes(*tensors) if nodes is None else nodes
-        found = _storages(held_by(nodes) if held is None else held)
-        found |= _storages(leaves([getattr(node, "__dict__", None) for node in nodes]))
+        # hooks on saved tensors, as of checkpoints, may have saved something else
+        held = [getattr(value, "data", None) for node in nodes for value in saved_values(node)]
+        held += leaves([getattr(node, "__dict__", None) for node in nodes])
+        found = _storages(held)
         for address in _storages(leaf_variables(nodes)):
             found.pop(address, None)
         found |= _storages(tensors)
@@ -164,17 +161,15 @@ def addresses(x: Any) -> set[int]:
 
 def saved_memory(node: Any) -> set[int]:
     """Return the addresses of the memory of the tensors that a node has saved."""
-    return set(_storages(held_by([node])))
+    return set(_storages(getattr(value, "data", None) for value in saved_values(node)))
 
 
 def _storages(objects: Iterable[Any]) -> dict[int, int]:
     """Return the bytes of the storages of the tensors among some objects, by address."""
     found = dict[int, int]()
     for x in objects:
-        try:
+        with suppress(RuntimeError):  # a wrapper that does not show what it wraps
             for part in strided_tensors(x) if isinstance(x, Tensor) else ():
                 storage = part.untyped_storage()
                 found[storage.data_ptr()] = storage.nbytes()
-        except RuntimeError:  # a wrapper that does not show what it wraps
-            pass
     return found

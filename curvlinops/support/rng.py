@@ -17,9 +17,6 @@ from curvlinops.support.devices import generators
 #: The seed of sampled labels where none is given, so that they are the same in each pass.
 DEFAULT_SEED = 2**31 - 1
 
-#: The bytes with which each object of Python begins: its count of references, and its type.
-_HEADER = object.__basicsize__
-
 
 def seeded(device: torch.device | str, *seeds: int) -> torch.Generator:
     """Return a generator for a device, seeded by non-negative integers, whose order matters."""
@@ -101,8 +98,9 @@ def _numpy_memory() -> bytes:
     generator, source = np.random.get_bit_generator(), np.random.mtrand._rand
     if type(generator) is not np.random.MT19937:
         return pickle.dumps(np.random.get_state(legacy=False))
-    words = ctypes.string_at(generator.ctypes.state_address, 2500)
-    return words + ctypes.string_at(id(source) + _HEADER, type(source).__basicsize__ - _HEADER)
+    fields = ctypes.string_at(id(source), type(source).__basicsize__)
+    # without the count of references and the type, with which each object begins
+    return ctypes.string_at(generator.ctypes.state_address, 2500) + fields[object.__basicsize__ :]
 
 
 @contextmanager
