@@ -50,19 +50,16 @@ class Evaluation:
     ):
         self._model, self._values = model, values
         self._differentiation, self._hooks = differentiation, hooks
-        self._modules: IsolatedModules | None = None
-        modules = [*model.modules, *others]
-        self._protected = Protected(modules, model.params, model.shards.source_of)
+        modules, shards = [*model.modules, *others], model.shards
+        self._protected = Protected(modules, model.params, shards.source_of)
+        # refuses parameters that were replaced since the operator was built
+        replacements = model.replacements(values)
+        self._modules = IsolatedModules(model.modules, replacements, False, shards, values)
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Enter the context; refuse parameters that were replaced since the operator was built."""
+    def active(self) -> Iterator["Evaluation"]:
+        """Enter the context."""
         model = self._model
-        if self._modules is None:
-            replacements = model.replacements(self._values)
-            self._modules = IsolatedModules(
-                model.modules, replacements, shards=model.shards, leaves=self._values
-            )
         with (
             torch.enable_grad(),
             model.requiring_gradients(),
@@ -73,7 +70,7 @@ class Evaluation:
                 self._differentiation, self._protected, model.shards.products, self._hooks
             ),
         ):
-            yield
+            yield self
 
     def of_graph(
         self, runs_python: bool
@@ -84,7 +81,7 @@ class Evaluation:
         a closure; else nothing.
         """
         if runs_python or not self._model.substitutable:
-            return self.active, () if self._modules is None else self._modules.copies
+            return self.active, self._modules.copies
         return nullcontext, ()
 
     def output(self, X: Any) -> Any:

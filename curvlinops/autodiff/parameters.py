@@ -155,12 +155,11 @@ def check_params(params: Mapping[str, Tensor]) -> None:
                 "arbitrary vectors. Convert what is in params to bfloat16, which has the range of "
                 "float32, or to float32; frozen parameters that are not in params may stay float16."
             )
-    devices = {str(param.device) for param in params.values()}
+    devices = {param.device for param in params.values()}
     if len(devices) > 1:
-        raise ValueError(
-            f"Parameters lie on several devices, {sorted(devices)}. Move the model to one."
-        )
-    if devices == {"meta"}:
+        names = sorted(map(str, devices))
+        raise ValueError(f"Parameters lie on several devices, {names}. Move the model to one.")
+    if devices == {torch.device("meta")}:
         raise ValueError(
             f"Parameter '{next(iter(params))}' is on the meta device, which has no values. Load "
             "the model's weights first, or call model.to_empty(device=...) and initialize it."

@@ -135,8 +135,7 @@ def _by_vmap(task: _Task) -> Columns:
         )
 
         def function(parameters: Columns) -> Tensor:
-            evaluation = problem.evaluation({**values, **parameters}, "once")
-            with evaluation.active():
+            with problem.evaluation({**values, **parameters}, "once").active() as evaluation:
                 return problem.on(Batch(problem.batch.index, one, None)).output(evaluation)
 
         output, vjp = torch.func.vjp(function, parameters)

@@ -89,8 +89,8 @@ class BatchProblem:
         It is ``None`` if the model refuses a part of the batch.
         """
         self.learned()  # the first evaluation needs the targets
-        evaluation = self.evaluation(leaves or self.constants(), "once")
-        with preserved_rng(), evaluation.active():  # raises inside of another evaluation
+        alone = self.evaluation(leaves or self.constants(), "once").active()
+        with preserved_rng(), alone as evaluation:  # raises inside of another evaluation
             try:
                 X = select_samples(self.batch.X, samples, num_samples)
                 part = self.on(Batch(self.batch.index, X, None))
@@ -183,9 +183,8 @@ class BatchProblem:
         leaves = self.leaves()
         for name in self.model.shards.params:
             leaves[name].is_summed = is_summed
-        evaluation = self.evaluation(leaves, differentiation)
         self.functions, self._has_seen_loss = UserFunctions(self.risk.facts, self.seen), False
-        with evaluation.active():
+        with self.evaluation(leaves, differentiation).active() as evaluation:
             output = self.output(evaluation)
             self.learn_from(output, leaves)
             yield Recording(evaluation, leaves, output)

@@ -52,8 +52,7 @@ def evaluate(problem: BatchProblem) -> Tensor:
     if problem.is_first:
         with problem.recording("once") as recording:
             return recording.output.detach()
-    evaluation = problem.evaluation(problem.constants(), "once")
-    with evaluation.active():
+    with problem.evaluation(problem.constants(), "once").active() as evaluation:
         return problem.output(evaluation).detach()
 
 
@@ -311,9 +310,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
 
 def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> bool:
     """Return whether the inner products of two vectors, and of two others, agree to rounding."""
-    one, two = (
-        float(sum(double_dot(x, ys[name]) for name, x in xs.items())) for xs, ys in (first, second)
-    )
+    one, two = (_dot([*xs.values()], [ys[name] for name in xs]) for xs, ys in (first, second))
     dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
     tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
     error = abs(one - two) - tolerance * max(abs(one), abs(two))
@@ -321,6 +318,13 @@ def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> b
         return True
     rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
     return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
+
+
+def _dot(xs: list[Tensor], ys: list[Tensor]) -> float:
+    """Return the inner product of all numbers of some tensors."""
+    if sum(x.numel() for x in xs) <= 2**18:  # copies take less time than calls
+        xs, ys = ([torch.cat([x.reshape(-1) for x in tensors])] for tensors in (xs, ys))
+    return float(sum(map(double_dot, xs, ys)))
 
 
 @contextmanager
@@ -346,8 +350,7 @@ def _dual_evaluation(
     with ExitStack() as stack:
         with forward_ad.dual_level():
             duals = {n: forward_ad.make_dual(x, v[n]) if n in v else x for n, x in leaves.items()}
-            evaluation = problem.evaluation(duals, "forward")
-            stack.enter_context(evaluation.active())
+            evaluation = stack.enter_context(problem.evaluation(duals, "forward").active())
             dual = problem.output(evaluation)
             check_graph(graph_nodes(dual), problem.model, leaves, must_depend=False)
             output, tangent = forward_ad.unpack_dual(dual)

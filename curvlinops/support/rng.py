@@ -5,6 +5,7 @@ import pickle
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -59,38 +60,47 @@ class GeneratorStates:
     """The states of all global random number generators at construction."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
-        # a normal number that waits to be drawn is not among the words
-        self._words = None if self._numpy.get("has_gauss") else _words()
+        self._python, self._numpy = random.getstate(), _numpy_memory()
+        self._numpy_state = _numpy_state(self._numpy)
+        if self._numpy != _numpy_memory():  # another thread draws from it
+            _numpy_state.cache_clear()
         self._torch = [(generator, generator.get_state()) for generator in generators()]
 
     def are_current(self) -> bool:
         """Return whether the generators still have these states."""
         return (
             self._python == random.getstate()
-            and self._has_numpy()
+            and self._numpy == _numpy_memory()
             and all(torch.equal(state, generator.get_state()) for generator, state in self._torch)
         )
 
     def restore(self) -> None:
         """Set the generators to these states."""
         random.setstate(self._python)
-        if not self._has_numpy():
-            np.random.set_state(self._numpy)
+        if self._numpy != _numpy_memory():
+            np.random.set_state(self._numpy_state)
         for generator, state in self._torch:
             generator.set_state(state)
 
-    def _has_numpy(self) -> bool:
-        if self._words is not None:
-            return self._words == _words()
-        return pickle.dumps(self._numpy) == pickle.dumps(np.random.get_state(legacy=False))
+
+@lru_cache(maxsize=8)
+def _numpy_state(memory: bytes) -> Any:
+    """Return the state of NumPy's generator with this memory; reading it takes 80 microseconds."""
+    return np.random.get_state(legacy=False)
 
 
-def _words() -> bytes | None:
-    """Return the 624 words and the position of NumPy's generator; ``None`` of another kind."""
-    generator = np.random.get_bit_generator()
-    is_usual = type(generator) is np.random.MT19937
-    return ctypes.string_at(generator.ctypes.state_address, 2500) if is_usual else None
+def _numpy_memory() -> bytes:
+    """Return all bytes of NumPy's generator: its state, if it is not of the usual kind.
+
+    Else 624 words, the position among them, and the fields of the object that draws: one is a
+    normal number that waits to be drawn.
+    """
+    generator, source = np.random.get_bit_generator(), np.random.mtrand._rand
+    if type(generator) is not np.random.MT19937:
+        return pickle.dumps(np.random.get_state(legacy=False))
+    fields = ctypes.string_at(id(source), type(source).__basicsize__)
+    # without the count of references and the type, with which each object begins
+    return ctypes.string_at(generator.ctypes.state_address, 2500) + fields[object.__basicsize__ :]
 
 
 @contextmanager
@@ -105,15 +115,13 @@ def preserved_rng() -> Iterator[None]:
 
 def apart(items: Iterable) -> Iterator[Any]:
     """Iterate over items whose source may draw random numbers, apart from the caller's."""
-    end, states = object(), None
+    end = object()
+    with preserved_rng():
+        rest, states = iter(items), GeneratorStates()
     while True:
         with preserved_rng():
-            if states is None:
-                rest = iter(items)
-            else:
-                states.restore()
-            item = next(rest, end)
-            states = GeneratorStates()
+            states.restore()
+            item, states = next(rest, end), GeneratorStates()
         if item is end:
             return
         yield item

@@ -554,8 +554,8 @@ def shards_of(module: nn.Module) -> Shards:
     """Return the sharded parameters of a module, see ``Shards.find``."""
     reshard(module)
     kind = distributed_tensors()
-    sharded = {name: x for name, x in module.named_parameters() if isinstance(x, kind)}
-    return Shards(module, sharded)
+    named = module.named_parameters() if kind else ()
+    return Shards(module, {name: x for name, x in named if isinstance(x, kind)})
 
 
 class SavedParameter(NamedTuple):

@@ -218,6 +218,26 @@ def test_generators_of_all_devices_in_use(monkeypatch: pytest.MonkeyPatch):
     assert all(map(torch.equal, before, [generator.get_state() for generator in others]))
 
 
+def test_a_normal_number_that_waits_to_be_drawn():
+    class Drawing(list):
+        """Batches that are augmented by NumPy, in the end by nothing."""
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            noise = np.random.randn()
+            return ((X + 0 * noise, y) for X, y in super().__iter__())
+
+    operator = ALL["hessian"].build(problem(model(), Drawing(batches())))
+    np.random.seed(0), np.random.randn()  # draws two; the second is not among the words
+    waiting = np.random.get_state()
+    for _ in range(2):
+        around = surroundings()
+        operator @ torch.ones(operator.shape[1])
+        assert surroundings() == around
+        np.random.randn()
+        operator @ torch.ones(operator.shape[1])  # with the same words, and none that waits
+        np.random.set_state(waiting)
+
+
 @pytest.mark.parametrize("case", ALL)
 def test_closures(case: str):
     """Tensors that do not require gradients do so only inside."""

@@ -66,14 +66,13 @@ def check_hessian(problem: BatchProblem, apply: Callable[[Columns, Columns], Ten
         return
     if not (problem.loss.is_function_of_values or problem.loss_needs_graph):
         # the loss compares its own Hessian: in that of the parameters, its parts are mixed
-        evaluation = problem.evaluation(problem.constants(), "once")
-        with preserved_rng(), evaluation.active():
+        alone = problem.evaluation(problem.constants(), "once").active()
+        with preserved_rng(), alone as evaluation:
             problem.loss.hessian(problem.output(evaluation).detach(), problem.batch.y)
 
     def function(values: Tensors) -> dict[str, Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
-        evaluation = problem.evaluation(leaves, "once")
-        with evaluation.active():
+        with problem.evaluation(leaves, "once").active() as evaluation:
             loss, _ = problem.loss_sum(problem.output(evaluation))
             grads = vjp({"": loss}, {"": None}, leaves, retain=False)
         return {n: torch.zeros_like(values[n]) if x is None else x for n, x in grads.items()}

@@ -34,7 +34,9 @@ _OTHER_RESULTS = (
 
 #: The modules of types and functions that compute the same twice, if no random number is drawn.
 _KNOWN = re.compile(r"builtins|torch|torch\.nn\..*|torch\._C.*")
-_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+_CONTAINERS = {dict, OrderedDict, list, tuple, set}
+#: Types of these modules whose objects have nothing in them; they are most frequent.
+_PLAIN = {type(None), bool, int, float, str, Tensor, nn.Parameter}
 
 
 def check_first_batch(risk: EmpiricalRisk) -> Tensor:
@@ -129,11 +131,14 @@ def _is_known_risk(risk: EmpiricalRisk) -> bool:
 def _is_known(part: Any) -> bool:
     """Return whether an object, and all in it, is of Python or PyTorch, whose code repeats."""
     if type(part) in _CONTAINERS:
-        return all(map(_is_known, part.values() if isinstance(part, dict) else part))
-    named = part if hasattr(part, "__qualname__") else type(part)  # a function, or an object
+        inner = part.values() if isinstance(part, dict) else part
+        inner = (x for x in inner if type(x) not in _PLAIN)
+        return all(_is_known(x) for x in inner if type(x) not in _CONTAINERS or x)
+    is_module = isinstance(part, nn.Module)
+    # else a function, or an object
+    named = type(part) if is_module or not hasattr(part, "__qualname__") else part
     is_known = _KNOWN.fullmatch(named.__module__ or "torch") is not None
-    # its modules, hooks and functions
-    return is_known and (not isinstance(part, nn.Module) or _is_known(vars(part)))
+    return is_known and (not is_module or _is_known(vars(part)))  # its modules, hooks and functions
 
 
 def sketches(start: Tensor, cotangent: Tensor | None, leaves: dict[str, Tensor]) -> Columns:
