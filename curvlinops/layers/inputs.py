@@ -40,6 +40,10 @@ class Inputs(ABC):
         """Return the sum of outer products, ``[G, I, I]``, or its diagonal, ``[G, I]``."""
         return total(moment(self[some].flatten(0, 1), diagonal) for some in self.slices())
 
+    def by_image(self) -> "Inputs":
+        """Return the same inputs; of patches, with a sample for each image."""
+        return self
+
     def sums(self) -> Tensor:
         """Return the sum of each sample's inputs, ``[N, G, I]``."""
         return torch.cat([self[some].sum(1) for some in self.slices()])
@@ -89,6 +93,10 @@ class Patches(Inputs):
     def to(self, dtype: torch.dtype) -> "Patches":
         """Return the same patches in another dtype."""
         return Patches(self.images.to(dtype), self.window)
+
+    def by_image(self) -> "Patches":
+        """Return the same patches with a sample for each image."""
+        return Patches(self.images.flatten(0, 1).unsqueeze(1), self.window)
 
     def moment(self, diagonal: bool) -> Tensor:
         """Return the sum of outer products, without all patches."""

@@ -13,6 +13,7 @@ from curvlinops.layers.gradients import (
     Entries,
     LowRank,
     PerSampleGradient,
+    chunks,
     dense,
     squared_sum,
     total,
@@ -123,10 +124,14 @@ class OuterProducts(FactoredGradient):
         return self if is_same else OuterProducts(x, g, self.entries)
 
     def sum_over_samples(self) -> Tensor:
-        """Return the sum over samples, as one matrix product."""
+        """Return the sum over samples, as one convolution or matrix product."""
+        if self.x.prefers_convolution(self.g):
+            return super().sum_over_samples()
+        x = self.x.by_image()  # whose patches fit the memory
+        g = self.g.reshape(-1, *x.shape[:2], *self.g.shape[3:])
         sums = (
-            torch.einsum("vnsgo,nsgi->vgoi", self.g[:, some], self.x[some])
-            for some in self.slices(16 * self.num_inputs)  # the product copies both factors
+            torch.einsum("vnsgo,nsgi->vgoi", g[:, some], x[some])
+            for some in chunks(len(g[0]), 16 * prod(x.shape[1:]))  # both factors are copied
         )
         return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
 
