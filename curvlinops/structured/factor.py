@@ -208,7 +208,7 @@ class Factor:
         if self.is_diagonal:
             return self.shifted(shift).power(-1.0, name)
         shifts = shift.flatten() if isinstance(shift, Tensor) else shift
-        inverses, _, left = cholesky_inverse(self.tensor, shifts, self.eps, accurate)
+        inverses, _, left = cholesky_inverse(self.tensor, shifts, self.eps, accurate, self.ranks)
         if not bool(left.any()):
             return Factor(inverses, symmetric=True, psd=self.psd)
         if is_whole := bool(left.all()):

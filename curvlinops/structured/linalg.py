@@ -153,26 +153,32 @@ def has_scales(matrices: Tensor) -> bool:
 
 
 def cholesky_inverse(
-    matrix: Tensor, shift: Tensor | float, eps: float, accurate: bool = True
+    matrix: Tensor,
+    shift: Tensor | float,
+    eps: float,
+    accurate: bool = True,
+    ranks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Invert matrices ``A + shift I`` by Cholesky decompositions, where three digits are right.
 
     The result is the inverses ``[G, n, n]``, the diagonals of the Cholesky factors, ``[G, n]``, and
     a mask ``[G]`` of the matrices that have neither: they are not positive definite, or rounding
     errors ``eps`` of entries may decide their inverses. The matrices are decomposed in their dtype,
-    and, if that is to be ``accurate``, those that are too ill-conditioned for it in float64.
+    and, if that is to be ``accurate``, those that are too ill-conditioned for it in float64. The
+    largest ``ranks`` of A that are possible, ``[G]``, may show that beforehand.
     """
     if matrix.numel() == 0:
         roots = matrix.new_zeros(matrix.shape[:2])
         return matrix.clone(), roots, roots.isnan().any(-1)
     if isinstance(shift, Tensor):
         shift = shift.to(matrix.device, torch.float64).expand(len(matrix))
-    *results, errors = _invert(matrix, shift, matrix.dtype, eps, limit=1e-3)
+    least = _least_errors(matrix, shift, eps, ranks)
+    *results, errors = _invert(matrix, shift, matrix.dtype, eps, least, limit=1e-3)
     left = ~(errors < 1e-3)  # also NaN
     if accurate and matrix.dtype != torch.float64 and bool(left.any()):
         others = matrix if bool(left.all()) else matrix[left]
         shifts = shift[left] if isinstance(shift, Tensor) else shift
-        *repeated, errors = _invert(others, shifts, torch.float64, eps, limit=1e-2)
+        *repeated, errors = _invert(others, shifts, torch.float64, eps, least[left], limit=1e-2)
         for out, values in zip(results, repeated, strict=True):
             out[left] = values.to(out)
         # without the rounding errors of the computation, those of the entries are smaller
@@ -180,8 +186,32 @@ def cholesky_inverse(
     return *results, left
 
 
+def _least_errors(
+    matrix: Tensor, shift: Tensor | float, eps: float, ranks: Tensor | None
+) -> Tensor:
+    """Return what the errors of ``_invert`` are at least, ``[G]``, by null spaces of A alone.
+
+    With the projection P to one of dimension m, ``D^(1/2) (A + shift I)^-1 D^(1/2)`` is at least
+    ``D^(1/2) P D^(1/2) / shift``. The trace of that is at least the sum of the m smallest entries
+    of D over the shift, and ``sqrt(m)`` times the Frobenius norm is at least the trace.
+    """
+    least = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
+    if ranks is None or bool((ranks >= matrix.shape[-1]).all()):
+        return least
+    sizes = (matrix.shape[-1] - ranks.to(least)).clamp(min=0).floor()
+    sums = matrix.diagonal(dim1=-2, dim2=-1).double().sort().values.cumsum(-1)
+    sums = sums.gather(-1, (sizes.long().unsqueeze(-1) - 1).clamp(min=0)).squeeze(-1)
+    bounds = eps * sums / (sizes.sqrt() * shift)
+    return bounds.where((sizes > 0) & (shift > 0), least)
+
+
 def _invert(
-    matrix: Tensor, shift: Tensor | float, dtype: torch.dtype, eps: float, limit: float
+    matrix: Tensor,
+    shift: Tensor | float,
+    dtype: torch.dtype,
+    eps: float,
+    least: Tensor,
+    limit: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(A + shift I)^-1``, the diagonals of Cholesky factors, and relative errors, ``[G]``.
 
@@ -189,7 +219,8 @@ def _invert(
     errors ``eps sqrt(A_ii A_jj)`` of the entries cause: with the diagonal D, ``eps`` times the
     Frobenius norm of ``D^(1/2) (A + shift I)^-1 D^(1/2)``. Like the decomposition itself, they do
     not depend on the scales of rows (Demmel, On floating point errors in Cholesky, 1989). If all
-    are above the limit for certain, there are no inverses.
+    are above the limit for certain, as the ``least`` ones that are known may be, there are no
+    inverses.
     """
     # one copy, column by column as in LAPACK: decomposition and inverse take its memory. Rows of
     # symmetric matrices are their columns
@@ -198,6 +229,8 @@ def _invert(
     sizes = diagonal.abs()
     diagonal.add_(shift.unsqueeze(-1).to(dtype) if isinstance(shift, Tensor) else shift)
     sizes = sizes.maximum(diagonal)
+    if bool((least >= limit).all()):
+        return A, diagonal.clone(), least
     info = torch.empty(len(A), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(A, out=(A, info))
     if bool(info.any()):
