@@ -537,6 +537,32 @@ def test_only_matrices_that_need_it_are_decomposed(monkeypatch):
         assert error(x, y.eigh(in_float64=True)[0][0]) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    ("shift", "num_cholesky"), [(1e-1, 1), (1e-3, 1), (1e-4, 0), (1e-5, 0), (0.0, 2)]
+)
+def test_few_squares_tell_how_to_invert(shift: float, num_cholesky: int, monkeypatch):
+    """Decompositions that would not be precise enough are left out; the result is the same."""
+    matrix, calls, cholesky = scaled_moments(200, 60, 1e2), [], torch.linalg.cholesky_ex
+
+    def counted(*args: object, **options: object) -> object:
+        calls.append(args)
+        return cholesky(*args, **options)
+
+    shifts = torch.full((2, 1), shift, dtype=torch.float64)
+    stack = matrix.expand(2, -1, -1).contiguous()
+    unknown = Factor(stack, symmetric=True, psd=True)
+    known = Factor(stack, symmetric=True, psd=True, ranks=torch.tensor([60.0, 60.5]))
+    if shift:
+        expected = unknown.inverse(shifts, "A").tensor
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+        assert torch.equal(known.inverse(shifts, "A").tensor, expected)
+    else:  # singular
+        monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+        with pytest.raises(ValueError, match="is singular"):
+            known.inverse(shifts, "A")
+    assert len(calls) == num_cholesky
+
+
 def test_small_eigenvalues_stay_after_the_inverse_of_another_matrix():
     scales = torch.logspace(4, -2, 4)
     matrices = torch.stack([torch.ones(4, 4), scales[:, None] * (torch.eye(4) + 0.3) * scales])
