@@ -186,23 +186,20 @@ def cholesky_inverse(
     return *results, left
 
 
-def _least_errors(
-    matrix: Tensor, shift: Tensor | float, eps: float, ranks: Tensor | None
-) -> Tensor:
+def _least_errors(A: Tensor, shift: Tensor | float, eps: float, ranks: Tensor | None) -> Tensor:
     """Return what the errors of ``_invert`` are at least, ``[G]``, by null spaces of A alone.
 
     With the projection P to one of dimension m, ``D^(1/2) (A + shift I)^-1 D^(1/2)`` is at least
-    ``D^(1/2) P D^(1/2) / shift``. The trace of that is at least the sum of the m smallest entries
-    of D over the shift, and ``sqrt(m)`` times the Frobenius norm is at least the trace.
+    ``D^(1/2) P D^(1/2) / shift``. Its trace, at least the sum of the m smallest entries of D over
+    the shift, is at most ``sqrt(m)`` times its Frobenius norm.
     """
-    least = torch.zeros(len(matrix), dtype=torch.float64, device=matrix.device)
-    if ranks is None or bool((ranks >= matrix.shape[-1]).all()):
-        return least
-    sizes = (matrix.shape[-1] - ranks.to(least)).clamp(min=0).floor()
-    sums = matrix.diagonal(dim1=-2, dim2=-1).double().sort().values.cumsum(-1)
+    ranks = A.new_tensor([A.shape[-1]]) if ranks is None else ranks.to(A.device)
+    sizes = (A.shape[-1] - ranks.double()).clamp(min=0).floor().expand(len(A))
+    if not bool(sizes.any()):
+        return sizes
+    sums = A.diagonal(dim1=-2, dim2=-1).double().sort().values.cumsum(-1)
     sums = sums.gather(-1, (sizes.long().unsqueeze(-1) - 1).clamp(min=0)).squeeze(-1)
-    bounds = eps * sums / (sizes.sqrt() * shift)
-    return bounds.where((sizes > 0) & (shift > 0), least)
+    return (eps * sums / (sizes.sqrt() * shift)).masked_fill((sizes == 0) | (shift == 0), 0.0)
 
 
 def _invert(
