@@ -306,8 +306,12 @@ def in_chunks(
 def _take(V: Columns, some: slice, shards: Shards) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
         chosen = {name: column[some] for name, column in V.items()}
-        # contiguous: the columns of a matrix are far apart in its memory
+        # contiguous, each: the entries of a matrix's columns are far apart in its memory
         return {
-            name: shards.cotangent(name, len(x)) if name in shards.params else x.contiguous()
+            name: shards.cotangent(name, len(x))
+            if name in shards.params
+            else x
+            if x[0].is_contiguous()
+            else x.contiguous()
             for name, x in chosen.items()
         }
