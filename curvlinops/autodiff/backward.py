@@ -308,10 +308,10 @@ def _take(V: Columns, some: slice, shards: Shards) -> Columns:
         chosen = {name: column[some] for name, column in V.items()}
         # contiguous, each: the entries of a matrix's columns are far apart in its memory
         return {
-            name: shards.cotangent(name, len(x))
-            if name in shards.params
-            else x
-            if x[0].is_contiguous()
-            else x.contiguous()
+            name: shards.cotangent(name, len(x)) if name in shards.params else _near(x)
             for name, x in chosen.items()
         }
+
+
+def _near(x: Tensor) -> Tensor:
+    return x if x[0].is_contiguous() else x.contiguous()

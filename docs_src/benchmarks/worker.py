@@ -14,14 +14,12 @@ import gc
 import json
 import sys
 import time
-import tracemalloc
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
 import torch
 from packages import PACKAGES, Quantity, gradient
 from problems import make
@@ -108,42 +106,31 @@ def _synchronize(device: str) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of new tensors, as the allocator of a GPU does, and of NumPy's arrays.
+    """Counts the bytes of new tensors, as the allocator of a GPU does.
 
     The memory of the process is no measure: it also depends on imports, and on the memory that the
-    C library returns to the system. Arrays, such as the basis of SciPy's eigsh, are counted
-    whenever an operation reads one that is new.
+    C library returns to the system.
     """
 
     def __init__(self):
         super().__init__()
-        self.now = self.peak = self._arrays = 0
+        self.now = self.peak = 0
         self._before = [x.untyped_storage() for x in _strided(gc.get_objects())]
         self._seen = weakref.WeakSet(self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and count its new tensors."""
+        """Run an operation, and count its new tensors, also inputs that NumPy made."""
         out = func(*args, **(kwargs or {}))
         for storage in {x.untyped_storage() for x in _strided(tree_leaves((args, kwargs, out)))}:
             if storage not in self._seen:
                 self._seen.add(storage)
-                if storage.resizable():
-                    self.now += storage.nbytes()
-                    weakref.finalize(storage, self._free, storage.nbytes())
-                else:  # the memory is NumPy's
-                    self._arrays = _bytes_of_arrays()
-        self.peak = max(self.peak, self.now + self._arrays)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.now)
         return out
 
     def _free(self, num_bytes: int) -> None:
         self.now -= num_bytes
-
-
-def _bytes_of_arrays() -> int:
-    """Return the bytes of NumPy's arrays since `tracemalloc` started."""
-    domain = tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)
-    traces = tracemalloc.take_snapshot().filter_traces([domain]).traces
-    return sum(trace.size for trace in traces)
 
 
 def _strided(objects: Iterable[object]) -> list[torch.Tensor]:
@@ -159,12 +146,8 @@ def peak_memory(run: Callable[[], object], device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    tracemalloc.start()
-    try:
-        with LiveBytes() as live:
-            run()
-    finally:
-        tracemalloc.stop()
+    with LiveBytes() as live:
+        run()
     return live.peak
 
 
