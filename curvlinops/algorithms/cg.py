@@ -35,12 +35,11 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
     """
 
     def _improve(
-        self, A: DampedMatrix, X: Tensor, log: IterationLog, systems: Systems, budget: int
+        self, A: DampedMatrix, X: Tensor, log: IterationLog, s: Systems, budget: int
     ) -> None:
         dots, norms = A.space.dots, A.space.norms
-        P = A.precondition(systems.R)
-        rho = check_positive(dots(systems.R, P))
-        s = Systems(**vars(systems), P=P, rho=rho)
+        s.P = A.precondition(s.R)
+        s.rho = check_positive(dots(s.R, s.P))
         for _ in range(budget):
             Q = A.multiply(s.P)
             curvature = dots(s.P, Q)
@@ -50,6 +49,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             alpha = (s.rho / curvature).where(curvature > 0, 0.0)
             X.index_add_(0, s.index, scaled(alpha, s.P))
             s.R = add_scaled(s.R, -alpha, Q)
+            del Q  # not beside the next product
             s.sizes = norms(s.R)
             going = (s.sizes > s.goal) & (curvature > 0)
             if log.add(X, s, s.sizes) or not bool(going.any()):
@@ -59,6 +59,7 @@ class CGInverseLinearOperator(KrylovInverseLinearOperator):
             squares = s.sizes.square() if Z is s.R else dots(s.R, Z)
             s.rho, before = check_positive(squares), s.rho
             s.P = add_scaled(Z, s.rho / before, s.P)
+            del Z
 
 
 def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvature: Tensor) -> None:

@@ -27,7 +27,7 @@ from curvlinops.support.rng import check_source, read_generator
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
 _NCV, _BASIS_BYTES = 1000, 2**30
 #: Restarts recombine the basis in parts of about this many bytes.
-_PART = 4 * 2**20
+_PART = 2**20
 #: A block of the basis has so many rows, or as many as fit into this many bytes.
 _ROWS, _BLOCK = 4, 2**20
 #: The chance that a random unit vector of n entries has a part below ``_CHANCE * n**-0.5`` along a

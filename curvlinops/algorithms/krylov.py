@@ -159,7 +159,7 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             A = DampedMatrix(self._matrix, self.damping, self._preconditioner, type(self).__name__)
             sizes = check_sizes(self.domain, B)
             goal = (self.rtol * sizes).clamp(min=self.atol)
-            X, R = torch.zeros_like(B), B
+            X, R = B.new_zeros(1, 1).expand_as(B), B
             if x0 is not None:
                 if len(x0) not in (1, len(B)):
                     raise ValueError(
@@ -173,31 +173,32 @@ class KrylovInverseLinearOperator(TorchLinearOperator):
             log = IterationLog(A, residuals, partial(stops, self._callback, self._team))
             rounding = 10 * torch.finfo(self.torch_dtype).eps
             index = (residuals > goal).nonzero().squeeze(1)
-            R = R[index]
+            R = _rows(R, index)
             while len(index) and (done := int(log.iterations.max())) < self.maxiter:
                 before = residuals[index]
                 # the recursion drifts, hence a margin; rounding limits what one run can gain
                 target = (0.9 * goal[index]).maximum(rounding * before)
                 # the index of each system's right-hand side, residuals, and norms to reach
                 systems = Systems(index=index, R=R, goal=target)
+                del R  # which the iteration replaces
                 # a restart takes at most as many products as all runs before it
                 budget = min(self.maxiter - done, max(done, 10) if done else self.maxiter)
-                candidate = X.clone()
+                candidate = X.clone(memory_format=torch.contiguous_format)
                 self._improve(A, candidate, log, systems, budget)
-                R = B[index] - A.multiply(candidate[index])
+                R = _rows(B, index) - A.multiply(_rows(candidate, index))
                 after = self.domain.norms(R)
                 better = (after < before) | log.has_stopped
-                improved = index[better]
-                X[improved], residuals[improved] = candidate[improved], after[better]
+                candidate[index[~better]] = X[index[~better]]
+                X, residuals[index[better]] = candidate, after[better]
                 if log.has_stopped:
                     break
                 # a residual that does not halve is as small as rounding allows
                 going = (after > goal[index]) & (after < before / 2)
-                index, R = index[going], R[going]
+                index, R = index[going], _rows(R, going.nonzero().squeeze(1))
             converged = residuals <= goal
             if not log.has_stopped:
                 self._report(converged, residuals / sizes, log.iterations)
-            return X, residuals, log.iterations, converged, log.history()
+            return X.contiguous(), residuals, log.iterations, converged, log.history()
 
     def _report(self, converged: Tensor, relative: Tensor, iterations: Tensor) -> None:
         if not bool(converged.all()):
@@ -232,7 +233,7 @@ class DampedMatrix:
         self.num_products += len(columns)
         out = (self._matrix @ columns.T).T.contiguous()
         if self._damping:
-            out = out.add(columns, alpha=self._damping)
+            out.add_(columns, alpha=self._damping)
         if len(columns) and not self._matrix.operator.self_adjoint:
             self._check_symmetric(columns, out)
         return out
@@ -302,6 +303,11 @@ class IterationLog:
     def history(self) -> Tensor:
         """Return the residual norms after each iteration, ``[num_iterations, K]``."""
         return torch.stack(self._residuals)[1:]
+
+
+def _rows(columns: Tensor, index: Tensor) -> Tensor:
+    """Return columns by their indices, without a copy if these are all."""
+    return columns if len(index) == len(columns) else columns[index]
 
 
 def check_sizes(space: ParameterSpace, columns: Tensor) -> Tensor:

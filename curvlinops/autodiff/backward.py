@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops.linear_operator.space import Columns
-from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.autograd_graph import Output, footprint
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.refusals import is_of_processes, is_refusal, lacks_memory
 from curvlinops.support.torch_internals import (
@@ -34,7 +34,7 @@ Name = TypeVar("Name")
 
 
 def vjp(
-    outputs: Mapping[str, Tensor | None],
+    outputs: Mapping[str, Output | None],
     cotangents: Mapping[str, Tensor | None],
     inputs: Mapping[Name, Tensor | GradientEdge],
     create_graph: bool = False,
@@ -42,27 +42,29 @@ def vjp(
 ) -> dict[Name, Tensor | None]:
     """Return the gradient of ``<outputs, cotangents>`` w.r.t. each input, ``None`` where zero."""
     with without_torch_function():  # an evaluation watches what the model calls
-        names = [
-            name
+        starts = {
+            name: outputs[name]
             for name in cotangents
             # an output that does not depend on anything has derivative zero
-            if outputs[name] is not None and outputs[name].requires_grad
-        ]
-        if not names or not inputs:
+            if isinstance(outputs[name], GradientEdge) or getattr(outputs[name], "requires_grad", 0)
+        }
+        if not starts or not inputs:
             return dict.fromkeys(inputs)
-        weights = [
-            outputs[name].new_ones(outputs[name].shape)
-            if cotangents[name] is None
-            else cotangents[name]
-            if is_stand_in(outputs[name])  # then the cotangent only stands for a vector
-            else canonical(cotangents[name].to(outputs[name].dtype))
-            for name in names
-        ]
-    starts = tuple(outputs[name] for name in names)
-    grads = _run(
-        starts, tuple(weights), tuple(inputs.values()), retain or create_graph, create_graph
-    )
+        weights = [_weight(start, cotangents[name]) for name, start in starts.items()]
+    ends = tuple(inputs.values())
+    grads = _run(tuple(starts.values()), tuple(weights), ends, retain or create_graph, create_graph)
     return dict(zip(inputs, grads, strict=True))
+
+
+def _weight(output: Output, cotangent: Tensor | None) -> Tensor:
+    """Return the cotangent with which a backward pass starts; by default ones."""
+    if cotangent is None:
+        return output.new_ones(output.shape)
+    if isinstance(output, GradientEdge):
+        return canonical(cotangent)  # autograd casts it
+    if is_stand_in(output):  # then the cotangent only stands for a vector
+        return cotangent
+    return canonical(cotangent.to(output.dtype))
 
 
 #: What PyTorch says of a second pass through layers under selective activation checkpointing.
@@ -148,7 +150,7 @@ def canonical(cotangent: Tensor) -> Tensor:
 
 
 def batched_vjp(
-    outputs: Mapping[str, Tensor | None],
+    outputs: Mapping[str, Output | None],
     cotangents: Columns,
     inputs: Mapping[Name, Tensor | GradientEdge],
     retain: bool = True,
@@ -180,7 +182,7 @@ def batched_vjp(
 
 
 def vjp_columns(
-    outputs: Mapping[str, Tensor | None],
+    outputs: Mapping[str, Output | None],
     cotangents: Columns,
     inputs: Tensors,
     retain: bool = True,
@@ -249,15 +251,16 @@ def explained(
 def in_chunks(
     product: Callable[..., Columns],
     size: int | None,
-    tensors: tuple[Tensor, ...] = (),
+    tensors: tuple[Output, ...] = (),
     shards: Shards = WHOLE,
 ) -> Callable[..., Iterator[tuple[slice, Columns]]]:
     """Return a function that applies a product to any number of columns, by ``vmap``.
 
     It yields slices of the columns, each with its product; further arguments are those of the
     product. By default as many columns are taken at once as have ``bytes_of_pass``, if each needs
-    what ``tensors``, which the product keeps, and their graphs do. The number is halved while the
-    memory is too small. Where an operation does not support ``vmap``, columns are taken one by one.
+    itself, and what ``tensors``, which the product keeps, and their graphs do. The number is halved
+    while the memory is too small. Where an operation does not support ``vmap``, columns are taken
+    one by one.
     """
 
     def chunks(V: Columns, *args: Any) -> Iterator[tuple[slice, Columns]]:
@@ -265,7 +268,8 @@ def in_chunks(
         first = next(iter(V.values()))
         num_columns, start = len(first), 0
         if num_columns > 1 and size is None:
-            size = max(bytes_of_pass(first.device) // max(footprint(tensors), 1), 1)
+            each = footprint(tensors) + sum(column[0].nbytes for column in V.values())
+            size = max(bytes_of_pass(first.device) // max(each, 1), 1)
         failure = None
         while start < num_columns:
             rest = 1 if failure else num_columns - start
@@ -302,8 +306,12 @@ def in_chunks(
 def _take(V: Columns, some: slice, shards: Shards) -> Columns:
     with without_torch_function():  # an evaluation watches what the model calls
         chosen = {name: column[some] for name, column in V.items()}
-        # contiguous: the columns of a matrix are far apart in its memory
+        # contiguous, each: the entries of a matrix's columns are far apart in its memory
         return {
-            name: shards.cotangent(name, len(x)) if name in shards.params else x.contiguous()
+            name: shards.cotangent(name, len(x)) if name in shards.params else _near(x)
             for name, x in chosen.items()
         }
+
+
+def _near(x: Tensor) -> Tensor:
+    return x if x[0].is_contiguous() else x.contiguous()

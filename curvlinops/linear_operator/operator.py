@@ -605,9 +605,11 @@ class SumLinearOperator(TorchLinearOperator):
         return self.terms
 
     def _apply(self, columns: Tensor) -> Tensor:
-        dtype = self.torch_dtype
-        products = (x._checked_apply(columns.to(x.torch_dtype)).to(dtype) for x in self.terms)
-        return reduce(torch.add, products)
+        first, *others = self.terms
+        out = first._multiply(columns.to(first.torch_dtype)).to(self.torch_dtype)
+        for term in others:
+            out += term._checked_apply(columns.to(term.torch_dtype))
+        return out
 
     def _part(self, rows: ParameterSpace, columns: ParameterSpace) -> TorchLinearOperator:
         names = self.codomain.names, self.domain.names

@@ -89,7 +89,8 @@ class GGNDiagonalLinearOperator(StructuredDataLinearOperator):
     @in_default_modes
     def structure(self) -> DiagonalLinearOperator:
         """The diagonal at this moment, as an operator that does not follow the model."""
-        return DiagonalLinearOperator(self._apply(self.space.zeros(1) + 1.0)[0], self.space)
+        ones = self.space.zeros(0).new_ones(1, 1).expand(1, self.space.local_dim)
+        return DiagonalLinearOperator(self._apply(ones)[0], self.space)
 
     @in_default_modes
     def trace(self) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.graph import get_gradient_edge
 
 from curvlinops.autodiff.backward import Tensors, explained, in_chunks, vjp, vjp_columns
 from curvlinops.autodiff.evaluation import Evaluation, check_graph
@@ -25,12 +26,13 @@ from curvlinops.autodiff.linear import Linear
 from curvlinops.linear_operator.space import Columns, add, norm
 from curvlinops.risk.batch_problem import BatchProblem, Recording, Seed
 from curvlinops.risk.checks.custom_functions import check_jacobian
-from curvlinops.support.autograd_graph import graph_nodes, runs_python
+from curvlinops.support.autograd_graph import Output, graph_nodes, runs_python
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.norms import double_dot
 from curvlinops.support.refusals import lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng, seeded
 from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
+from curvlinops.team.scattering import is_stand_in
 
 #: ``apply(V, out) -> weight``: adds the product with the columns ``V`` (some or all parameters; the
 #: others count as zero), summed over the batch's terms, to the columns ``out`` (the parameters that
@@ -188,13 +190,22 @@ def _gauss_newton(
 
 def _vjp_with_graph(
     problem: BatchProblem, start: Tensor, cotangent: Tensor | None, leaves: Tensors
-) -> tuple[Tensors, list[str]]:
-    """Return gradients that can be differentiated, and the names of custom functions in them."""
+) -> tuple[dict[str, Output | None], list[str]]:
+    """Return where gradients left their graph, and the names of custom functions in them."""
     constant = cotangent if cotangent is None else cotangent.detach()
     ordinary = partial(vjp, {"": start}, {"": constant}, leaves)
     names = problem.functions.names
     with problem.functions.keeping_graph(start, cotangent), explained(names, ordinary):
-        return vjp({"": start}, {"": cotangent}, leaves, create_graph=True), names
+        grads = vjp({"": start}, {"": cotangent}, leaves, create_graph=True)
+    with without_torch_function():  # an evaluation watches what the model reads, not this
+        return {name: _without_numbers(x) for name, x in grads.items()}, names
+
+
+def _without_numbers(gradient: Tensor | None) -> Output | None:
+    """Return a gradient's place in its graph, unless it has no memory anyway."""
+    if gradient is None or is_stand_in(gradient):
+        return gradient
+    return get_gradient_edge(gradient) if gradient.requires_grad else None
 
 
 def _double_vjp(problem: BatchProblem, recording: Recording) -> Linear:

@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops.autodiff.linear import Linear
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.support.arguments import as_integer
-from curvlinops.support.autograd_graph import footprint
+from curvlinops.support.autograd_graph import Output, footprint
 from curvlinops.support.devices import bytes_to_keep
 from curvlinops.support.rng import GeneratorStates
 from curvlinops.support.torch_internals import strided_tensors, version_of
@@ -120,7 +120,7 @@ class Linearization:
                 yield kept[index]
         self._complete.add(task)
 
-    def _fits(self, tensors: Iterable[Tensor]) -> bool:
+    def _fits(self, tensors: Iterable[Output]) -> bool:
         """Reserve the memory of tensors and their graphs, if there is so much."""
         size = footprint(tensors, self._tensors.values())
         if fits := self.has_room(size):

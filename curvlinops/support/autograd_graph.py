@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from curvlinops.support.pytree import leaves
 from curvlinops.support.torch_internals import (
@@ -19,14 +20,17 @@ from curvlinops.support.torch_internals import (
     without_torch_function,
 )
 
+#: What a graph computed: a tensor, or where it left the graph if nobody reads its numbers.
+Output = Tensor | GradientEdge
 #: Functions that models and losses call to differentiate.
 DIFFERENTIATING = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
-def graph_nodes(*outputs: Tensor) -> list[Any]:
+def graph_nodes(*outputs: Output) -> list[Any]:
     """Return all nodes of the graph that computed some tensors, inputs before what uses them."""
     with without_torch_function():  # an evaluation watches what the model reads, not this
-        stack, entered = [output.grad_fn for output in reversed(outputs)], set()
+        stack = [x.node if isinstance(x, GradientEdge) else x.grad_fn for x in reversed(outputs)]
+        entered = set[Any]()
     nodes: dict[Any, None] = {}
     while stack:
         node = stack.pop()
@@ -129,7 +133,7 @@ def leaf_variables(nodes: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def footprint(
-    tensors: Iterable[Tensor],
+    tensors: Iterable[Output],
     others: Iterable[Tensor] = (),
     nodes: Sequence[Any] | None = None,
 ) -> int:

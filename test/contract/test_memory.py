@@ -160,6 +160,31 @@ def test_equal_layers_are_in_memory_once(cls: type):
     assert live.now <= before + 1000
 
 
+def in_linearized(G: TorchLinearOperator, v: Tensor) -> None:
+    with G.linearized():
+        G @ v
+        G @ v
+
+
+#: How many vectors are in memory at once: those of the algorithm, the result and the gradients of a
+#: product, and what a backward pass holds on its way. No kept graph has gradients.
+VECTORS = {
+    "kept Hessian": ("hessian", in_linearized, 2.6),
+    "kept GGN": ("ggn", in_linearized, 2.1),
+    "CG": ("ggn", lambda G, v: curvlinops.CGInverseLinearOperator(G.damped(0.1)) @ v, 5.1),
+    "XTrace, Hessian": ("hessian", lambda G, v: curvlinops.xtrace(G, 20), 45.1),
+    "XTrace, GGN": ("ggn", lambda G, v: curvlinops.xtrace(G, 20), 40.1),
+}
+
+
+@pytest.mark.parametrize("case, run, most", VECTORS.values(), ids=VECTORS)
+def test_few_vectors_at_once(case: str, run, most: float):
+    model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400))
+    G = build(case, model, torch.randn(2, 400), torch.randn(2, 400))
+    v = vectors(G)
+    assert max(LiveBytes().peaks(lambda: run(G, v))) <= most * v.nbytes
+
+
 class Watched(nn.Sequential):
     """Notes what is computed on the way, without keeping it alive."""
 
