@@ -289,7 +289,7 @@ class DataLinearOperator(TorchLinearOperator):
     ) -> AbstractContextManager[Totals]:
         """Let all processes pass over their data, see ``Team.task``."""
         self.risk.term_size = None
-        self.risk.tangents = {"inner": 0.0, "error": 0.0}
+        self.risk.tangents = {"number": 0, "inner": 0.0, "error": 0.0}
 
         def describe() -> dict[str, Any]:
             same = description(self.risk, task, columns, with_values)

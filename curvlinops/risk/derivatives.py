@@ -178,9 +178,11 @@ def _gauss_newton(
         jvp = _double_vjp(problem, recording)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            u = jvp(v)
+            Jv = jvp(v)
             with without_torch_function():  # an evaluation watches what the model calls
-                u = curvature(u)
+                u = curvature(Jv)
+                if problem.space.in_parts and len(u) == 1:  # other batches may have tangents
+                    _note_product(problem, Jv, u)
             return vjp_columns({"": output}, {"": u}, inputs, not single)
 
         return Linear(product, jvp.tensors + curvature.tensors), weight
@@ -287,7 +289,7 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         # <J v, B J v> = <v, G v>: the left by forward mode, the right by the backward pass. Zero
         # equals zero also if forward mode has lost the tangents
         if in_parts:  # the right is known at the end of the product, of all processes
-            _note_tangent(problem, tangent, u)
+            _note_product(problem, tangent, u, is_forward=True)
             is_zero = not bool(tangent.any())
             return grads, weight, not is_zero, is_zero
         Gv = {name: grads[name] for name in v if grads[name] is not None}
@@ -333,13 +335,13 @@ def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> b
     return error <= allowed_error(largest, size, dtypes)
 
 
-def _note_tangent(problem: BatchProblem, tangent: Tensor, u: Tensor) -> None:
+def _note_product(problem: BatchProblem, Jv: Tensor, u: Tensor, is_forward: bool = False) -> None:
     """Add ``<J v, B J v>`` of a batch to that of all, see ``EmpiricalRisk.has_right_tangents``."""
-    inner = nan if problem.learned().hooks else float(double_dot(tangent, u))
-    dtypes = {*problem.model.shards.dtypes, tangent.dtype, u.dtype}
-    sums = problem.risk.tangents
+    inner = nan if is_forward and problem.learned().hooks else float(double_dot(Jv, u))
+    dtypes, sums = {*problem.model.shards.dtypes, Jv.dtype, u.dtype}, problem.risk.tangents
+    sums["number"] += is_forward
     sums["inner"] += inner
-    sums["error"] += allowed_error(inner, norm({"": tangent}) * norm({"": u}), dtypes)
+    sums["error"] += allowed_error(inner, norm({"": Jv}) * norm({"": u}), dtypes)
 
 
 def allowed_error(inner: float, size: float, dtypes: Iterable[torch.dtype]) -> float:

@@ -95,11 +95,12 @@ class EmpiricalRisk:
         return self.facts.rules
 
     def has_right_tangents(self, totals: Totals, v: Tensor, Gv: Tensor) -> bool:
-        """Compare ``<v, G v>`` of all processes with the sum of ``<J v, B J v>`` by forward mode.
+        """Compare ``<v, G v>`` of all processes with the sum of ``<J v, B J v>`` of all batches.
 
-        If they differ, further products with the model do without. ``G v`` is not normalized yet.
+        If they differ, further products with the model do without forward mode, of which at least
+        one tangent ``J v`` is wrong. ``G v`` is not normalized yet.
         """
-        if not totals.get("inner"):
+        if not totals.get("number"):
             return True
         inner, *squares = (float(self.space.dots(x, y)) for x, y in ((v, Gv), (v, v), (Gv, Gv)))
         dtypes = self.model.shards.dtypes | {v.dtype}

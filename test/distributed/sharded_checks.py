@@ -592,9 +592,9 @@ TANGENTS: dict[str, tuple] = {
     "wrong": (Wrong.apply, Wrong.apply, [2, 1]),
     "wrong on one process": (Wrong.apply, doubled, [2, 1]),
     "missing": (Missing.apply, Missing.apply, [1, 1]),
-    "missing on one process": (Missing.apply, doubled, [2, 1]),
+    "missing on one process": (Missing.apply, doubled, [1, 1]),
     "lost": (lost, lost, [1, 1]),
-    "lost on one process": (lost, doubled, [2, 1]),
+    "lost on one process": (lost, doubled, [1, 1]),
 }
 
 
