@@ -623,6 +623,18 @@ def tangents_are_compared() -> None:
                 assert w.own.data.passes == number, (name, case)
 
 
+@worlds("shards", make=mlp, batches=(50, 50))
+def tangents_beside_kept_graphs(w: Both) -> None:
+    """One process keeps its graph, the other one takes forward mode in each product."""
+    w = w.of(w.p.data, Counting(w.own.data))
+    G, alone = w.both("ggn", cache=("auto", "none")[rank()])
+    w.own.data.passes = 0
+    with G.linearized():
+        for _ in range(3):
+            assert error(w.joined(G @ w.v(G)), alone @ vector(alone)) <= 1e-10
+    assert w.own.data.passes == (1, 3)[rank()]
+
+
 @check()
 def single_products_have_the_graph_of_a_gradient() -> None:
     w = in_world("shards", lambda: wide(40, nn.Tanh()), (64, 64))
