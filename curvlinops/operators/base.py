@@ -191,6 +191,10 @@ class DataLinearOperator(TorchLinearOperator):
                 for linear in built:
                     weights = [linear.apply(inputs, outputs) for inputs, outputs in blocks]
                     totals["weight"] += weights[-1]
+            if codomain.in_parts:
+                totals |= self.risk.tangents
+        if not self.risk.has_right_tangents(totals, columns, out):
+            return self._apply(columns)  # by backward passes
         out *= self.risk.scale(totals["weight"])
         self._check_finite(codomain.not_finite(out))
         return out
@@ -285,6 +289,7 @@ class DataLinearOperator(TorchLinearOperator):
     ) -> AbstractContextManager[Totals]:
         """Let all processes pass over their data, see ``Team.task``."""
         self.risk.term_size = None
+        self.risk.tangents = {"number": 0, "inner": 0.0, "error": 0.0}
 
         def describe() -> dict[str, Any]:
             same = description(self.risk, task, columns, with_values)

@@ -10,9 +10,10 @@ Only a single Gauss-Newton product, whose graph is not kept, takes forward mode 
 is faster. Forward mode is wrong for some operations, so that each such product is checked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from curvlinops.risk.checks.custom_functions import check_jacobian
 from curvlinops.support.autograd_graph import Output, graph_nodes, runs_python
 from curvlinops.support.devices import bytes_of_pass
 from curvlinops.support.norms import double_dot
-from curvlinops.support.refusals import lacks_memory
+from curvlinops.support.refusals import is_of_processes, lacks_memory
 from curvlinops.support.rng import GeneratorStates, preserved_rng, seeded
 from curvlinops.support.torch_internals import prepare_forward_mode, without_torch_function
 from curvlinops.team.scattering import is_stand_in
@@ -160,7 +161,7 @@ def gauss_newton(
     output, and the weight.
     """
     # hooks are compared with backward passes, which tangents do not take
-    is_forward = single and not (problem.space.in_parts or problem.learned().hooks)
+    is_forward = single and not problem.learned().hooks
     if is_forward and not (problem.learned().stops_gradients or problem.seen.lacks_tangents):
         return Linear(_single_gauss_newton(problem, head), ())  # it evaluates the model itself
     return _gauss_newton(problem, head, chunk_size, single)
@@ -178,9 +179,11 @@ def _gauss_newton(
         jvp = _double_vjp(problem, recording)
 
         def product(v: Columns, inputs: Tensors) -> Columns:
-            u = jvp(v)
+            Jv = jvp(v)
             with without_torch_function():  # an evaluation watches what the model calls
-                u = curvature(u)
+                u = curvature(Jv)
+                if problem.space.in_parts and len(u) == 1:  # other batches may have tangents
+                    _note_product(problem, Jv, u)
             return vjp_columns({"": output}, {"": u}, inputs, not single)
 
         return Linear(product, jvp.tensors + curvature.tensors), weight
@@ -277,7 +280,9 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
     (128 MiB on accelerators) are therefore built in a pass of their own, after one for the tangents
     alone. This takes 10 to 20 % of a product's time; smaller graphs are not worth it.
     """
-    together = 4 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
+    in_parts, shards = problem.space.in_parts, problem.model.shards
+    is_small = 4 * problem.learned().graph_bytes <= bytes_of_pass(problem.space.device)
+    together = is_small and not in_parts
 
     def product(v: Tensors, names: list[str]) -> tuple[Tensors, Tensor, bool, bool]:
         if together:
@@ -293,6 +298,10 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
             grads = vjp({"": output}, {"": u}, inputs, retain=False)
         # <J v, B J v> = <v, G v>: the left by forward mode, the right by the backward pass. Zero
         # equals zero also if forward mode has lost the tangents
+        if in_parts:  # the right is known at the end of the product, of all processes
+            _note_product(problem, tangent, u, is_forward=True)
+            is_zero = not bool(tangent.any())
+            return grads, weight, not is_zero, is_zero
         Gv = {name: grads[name] for name in v if grads[name] is not None}
         is_zero = not Gv or not bool(tangent.any())
         is_compared = not (is_zero or problem.learned().hooks)
@@ -300,12 +309,16 @@ def _single_gauss_newton(problem: BatchProblem, head: Head) -> Apply:
         return grads, weight, is_right, is_zero
 
     def apply(V: Columns, out: Columns) -> Tensor:
+        if in_parts and not V.keys() == out.keys() == problem.space.shapes.keys():
+            return _gauss_newton(problem, head, single=True)(V, out)
         states, params = GeneratorStates(), problem.model.params
-        v = {name: column[0].detach().to(params[name].dtype) for name, column in V.items()}
+        shards.at_columns(slice(0, 1))
+        columns = V | {name: shards.cotangent(name, 1) for name in V if name in shards.params}
+        v = {name: column[0].detach().to(params[name].dtype) for name, column in columns.items()}
         try:
             grads, weight, is_right, is_zero = product(v, list(out))
         except (RuntimeError, TypeError) as error:  # an operation without forward mode
-            if lacks_memory(error):
+            if lacks_memory(error) or is_of_processes(error) or shards.has_added:
                 raise
             is_right = is_zero = False
         if not is_right:
@@ -323,12 +336,27 @@ def _agree(first: tuple[Tensors, Tensors], second: tuple[Tensors, Tensors]) -> b
     """Return whether the inner products of two vectors, and of two others, agree to rounding."""
     one, two = (_dot([*xs.values()], [ys[name] for name in xs]) for xs, ys in (first, second))
     dtypes = {x.dtype for tensors in (*first, *second) for x in tensors.values()}
-    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
-    error = abs(one - two) - tolerance * max(abs(one), abs(two))
-    if error <= 0:
+    error, largest = abs(one - two), max(abs(one), abs(two))
+    if error <= allowed_error(largest, 0.0, dtypes):
         return True
+    size = max(norm(xs) * norm(ys) for xs, ys in (first, second))
+    return error <= allowed_error(largest, size, dtypes)
+
+
+def _note_product(problem: BatchProblem, Jv: Tensor, u: Tensor, is_forward: bool = False) -> None:
+    """Add ``<J v, B J v>`` of a batch to that of all, see ``EmpiricalRisk.has_right_tangents``."""
+    inner = nan if is_forward and problem.learned().hooks else float(double_dot(Jv, u))
+    dtypes, sums = {*problem.model.shards.dtypes, Jv.dtype, u.dtype}, problem.risk.tangents
+    sums["number"] += is_forward
+    sums["inner"] += inner
+    sums["error"] += allowed_error(inner, norm({"": Jv}) * norm({"": u}), dtypes)
+
+
+def allowed_error(inner: float, size: float, dtypes: Iterable[torch.dtype]) -> float:
+    """Return the largest error of an inner product of vectors, given the product of their norms."""
+    tolerance = max(_TOLERANCES.get(dtype, 0.1) for dtype in dtypes)
     rounding = 50 * max(torch.finfo(dtype).eps for dtype in dtypes)
-    return error <= rounding * max(norm(xs) * norm(ys) for xs, ys in (first, second))
+    return tolerance * abs(inner) + rounding * size
 
 
 def _dot(xs: list[Tensor], ys: list[Tensor]) -> float:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,12 @@ from curvlinops.losses.base import Loss
 from curvlinops.risk.agreement import description
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.risk.data import Batch, Batches
-from curvlinops.risk.derivatives import gradient
-from curvlinops.risk.model_facts import ModelFacts, Rules, rules_of
+from curvlinops.risk.derivatives import allowed_error, gradient
+from curvlinops.risk.model_facts import ModelFacts, Rules, Seen, rules_of
 from curvlinops.support.pytree import leaves
 from curvlinops.support.rng import preserved_rng
 from curvlinops.support.torch_modes import exclusive
-from curvlinops.team.team import Team
+from curvlinops.team.team import Team, Totals
 
 
 class EmpiricalRisk:
@@ -29,7 +30,8 @@ class EmpiricalRisk:
     processes that have other data of the same risk; ``peers`` of them evaluate the model together,
     and products of ``adding`` are added up. With ``checks``, custom autograd functions are
     compared; with ``per_sample``, the loss has to add up over samples, even if one batch is all
-    data. In a pass, ``term_size`` is the length of the outputs' last axis, if batches must agree.
+    data. In a pass, ``term_size`` is the length of the outputs' last axis, if batches must agree;
+    ``tangents`` are sums over batches for ``has_right_tangents``.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class EmpiricalRisk:
         self.per_sample, self.space = per_sample, space_of(model.params)
         self.peers, self.adding = ranks.peers, ranks.adding
         self.facts, self.term_size = ModelFacts(), None
+        self.tangents: Totals = {}
 
     # --- facts about the model
 
@@ -90,6 +93,22 @@ class EmpiricalRisk:
             key = (self.model.train_flags, shapes, kinds, tuple(self.model.params), own, loss)
             self.facts.rules = rules_of(self.model.source, key)
         return self.facts.rules
+
+    def has_right_tangents(self, totals: Totals, v: Tensor, Gv: Tensor) -> bool:
+        """Compare ``<v, G v>`` of all processes with the sum of ``<J v, B J v>`` of all batches.
+
+        If they differ, further products with the model do without forward mode, of which at least
+        one tangent ``J v`` is wrong. ``G v`` is not normalized yet.
+        """
+        if not totals.get("number"):
+            return True
+        inner, *squares = (float(self.space.dots(x, y)) for x, y in ((v, Gv), (v, v), (Gv, Gv)))
+        dtypes = self.model.shards.dtypes | {v.dtype}
+        error = max(totals["error"], allowed_error(inner, prod(squares) ** 0.5, dtypes))
+        is_right = abs(inner - totals["inner"]) <= error
+        if not is_right:
+            self.facts.rules.get(Seen).lacks_tangents = True
+        return is_right
 
     def is_all_data(self, batch: Batch) -> bool:
         """Return whether a batch is all data, and its samples do not matter by themselves."""

@@ -1,8 +1,9 @@
 """Derivatives with respect to sharded parameters.
 
 A gathered parameter is a function of a leaf, which stands for it in the graph and has no memory.
-The backward pass adds the gradient of the whole parameter to a sum, of which each process has a
-part. If the gradient is differentiated again, the vector that multiplies it is gathered.
+In forward mode, the leaf has a tangent that stands for a vector, which is gathered. The backward
+pass adds the gradient of the whole parameter to a sum, of which each process has a part. If the
+gradient is differentiated again, the vector that multiplies it is gathered.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from curvlinops.support.torch_internals import has_hooks, wanted_gradients
 
@@ -39,13 +41,22 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        """Keep what the backward pass needs."""
+        """Keep what derivatives need."""
         _, _, *ctx.rest = inputs
+        ctx.dtype = output.dtype
+        ctx.set_materialize_grads(False)  # zeros would take memory
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple:
         """Pass the gradient to where it belongs."""
-        return None, _scattered(gradient, *ctx.rest), None, None, None, None
+        found = None if gradient is None else _scattered(gradient, *ctx.rest)
+        return None, found, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        """Gather the vector for which the leaf's tangent stands."""
+        shards, name, *_ = ctx.rest
+        return shards.vectors(name)[0].to(ctx.dtype)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
@@ -212,6 +223,11 @@ def stand_in(like: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return zeros that have no memory, by default of the shape of a tensor."""
     zero = torch.zeros((), dtype=like.dtype, device=like.device)
     return zero.expand(like.shape if shape is None else shape)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor has a tangent of forward mode."""
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def is_stand_in(x: Tensor) -> bool:

@@ -42,7 +42,13 @@ from curvlinops.team.messages import (
     gather_parts,
     reduce_scatter,
 )
-from curvlinops.team.scattering import PRODUCTS, Gather, ShardedParameter, stand_in
+from curvlinops.team.scattering import (
+    PRODUCTS,
+    Gather,
+    ShardedParameter,
+    has_tangent,
+    stand_in,
+)
 
 T = TypeVar("T")
 
@@ -123,6 +129,7 @@ class Shards:
         replicas: The processes that have copies of this process's shards; ``None`` if there are
             none.
         params: The sharded parameters that are differentiated, by name.
+        dtypes: Those in which parameters are read.
         products: Calls that are replaced where a graph is differentiated twice, if there are any.
         is_sharing: Whether processes share vectors and sums, see ``product``.
         has_added: Whether something was added to the present columns of sums.
@@ -131,6 +138,7 @@ class Shards:
     # what holds if no parameter is sharded
     group, replicas, size = None, None, 1
     params: Mapping[str, Any] = {}
+    dtypes: frozenset[torch.dtype] = frozenset()
     products: Mapping[Any, Any] = {}
     has_added = is_sharing = False
     _numbers: Mapping[int, int] = {}
@@ -384,6 +392,7 @@ class Shards:
             self._schedule = Schedule()
         dtypes = fsdp_dtypes(self._module)
         self._dtypes = [dtypes.get(id(x), x.dtype) for x in self._tensors]
+        self.dtypes = frozenset(self._dtypes)
 
     def is_sharded(self, tensor: Tensor | None) -> bool:
         """Return whether a tensor is one of the sharded parameters."""
@@ -485,14 +494,15 @@ class Shards:
     def read(self, tensor: Tensor | None, leaves: Mapping[str, Tensor]) -> Tensor | None:
         """Return the parameter of full shape for a sharded one, any other tensor unchanged.
 
-        In graphs, ``leaves`` stand for some sharded parameters, by name.
+        In graphs, ``leaves`` stand for some sharded parameters, by name. If one has a tangent, this
+        stands for a vector, which is gathered, too.
         """
         number = self._numbers.get(id(tensor))
         if number is None:
             return tensor
         full, name = self.gather(number), self._names.get(id(tensor))
         leaf = None if name is None else leaves.get(name)
-        if leaf is None or not leaf.requires_grad:
+        if leaf is None or not (leaf.requires_grad or has_tangent(leaf)):
             return full
         is_summed = getattr(leaf, "is_summed", False)
         gathered_from = ShardedParameter(leaf, self, name, number, is_summed)

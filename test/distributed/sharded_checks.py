@@ -32,6 +32,7 @@ from processes import (
     vector,
 )
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -544,6 +545,106 @@ def errors_of_memory(w: Both) -> None:
         refuses(MemoryError, "no memory", G.__matmul__, v, on=1)
         Shards._memory = allocate
         assert error(w.joined(G @ v), expected) <= 1e-15
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+
+class Wrong(torch.autograd.Function):
+    """Twice its input, with a wrong derivative in forward mode."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 3 * tangent
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Missing(Wrong):
+    """It has none."""
+
+    jvp = torch.autograd.Function.jvp
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def lost(x: Tensor) -> Tensor:
+    """Shows the derivative to reverse mode only."""
+    return 2 * (x if forward_ad.unpack_dual(x).tangent is None else x.detach())
+
+
+#: Ways to double a tensor on the second process and on the first one; passes over the data in a
+#: first product and in a second one.
+TANGENTS: dict[str, tuple] = {
+    "right": (doubled, doubled, [1, 1]),
+    "wrong": (Wrong.apply, Wrong.apply, [2, 1]),
+    "wrong on one process": (Wrong.apply, doubled, [2, 1]),
+    "missing": (Missing.apply, Missing.apply, [1, 1]),
+    "missing on one process": (Missing.apply, doubled, [1, 1]),
+    "lost": (lost, lost, [1, 1]),
+    "lost on one process": (lost, doubled, [1, 1]),
+}
+
+
+class Doubling(Net):
+    twice: Callable = staticmethod(doubled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(super().forward(x))
+
+
+@check()
+def tangents_are_compared() -> None:
+    """Of all processes, at the end of a product, which otherwise takes backward passes."""
+    for world, case in (("shards", "ggn"), ("some are whole", "fisher")):
+        for name, (second, first, passes) in TANGENTS.items():
+            w = in_world(world, Doubling, (3, 2))
+            w = w.of(w.p.data, Counting(w.own.data))
+            G, alone = w.both(case, check_deterministic=False)
+            expected = alone @ vector(alone)
+            G.gradient_and_loss()  # a first evaluation would notice custom functions
+            for number in passes:
+                w.own.data.passes = 0
+                with mock.patch.object(Doubling, "twice", staticmethod((first, second)[rank()])):
+                    found = w.joined(G @ w.v(G))
+                assert error(found, expected) <= 1e-10, (name, case)
+                assert w.own.data.passes == number, (name, case)
+
+
+@worlds("shards", make=mlp, batches=(50, 50))
+def tangents_beside_kept_graphs(w: Both) -> None:
+    """One process keeps its graph, the other one takes forward mode in each product."""
+    w = w.of(w.p.data, Counting(w.own.data))
+    G, alone = w.both("ggn", cache=("auto", "none")[rank()])
+    w.own.data.passes = 0
+    with G.linearized():
+        for _ in range(3):
+            assert error(w.joined(G @ w.v(G)), alone @ vector(alone)) <= 1e-10
+    assert w.own.data.passes == (1, 3)[rank()]
+
+
+@check()
+def single_products_have_the_graph_of_a_gradient() -> None:
+    w = in_world("shards", lambda: wide(40, nn.Tanh()), (64, 64))
+    for case in ("ggn", "fisher"):
+        A, most = w.build(case), []
+        for use in (A.gradient_and_loss, partial(A.__matmul__, w.v(A))):
+            with FullTensors(64 * 40 * 8) as full:
+                use()
+            most.append(full.most)
+        assert 8 <= most[0] <= most[1] <= most[0] + 4, most
 
 
 # --- schedules ------------------------------------------------------------------------------------
