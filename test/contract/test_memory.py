@@ -39,7 +39,7 @@ def gradient_peak(model: nn.Module, X: Tensor, y: Tensor) -> int:
 def build(
     case: str, model: nn.Module, X: Tensor, y: Tensor, batches: int = 1, loss: nn.Module = MSE
 ) -> TorchLinearOperator:
-    return ALL[case].build(Problem(model, loss, list(model.parameters()), [(X, y)] * batches, True))
+    return ALL[case].build(Problem.of(model, loss, [(X, y)] * batches))
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -267,7 +267,7 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
-    p = Problem(model, MSE, list(model.parameters()), data, mc=True)
+    p = Problem.of(model, MSE, data)
     H, single = (ALL["hessian"].build(p, chunk_size=size) for size in (None, 1))
     V = torch.randn(H.shape[1], 16).double()
     expected = single @ V

@@ -32,8 +32,7 @@ both = pytest.mark.parametrize("cls", CLASSES)
 
 
 def build(cls: type, p: problems.Problem, **options: Any) -> Any:
-    options = {"fisher_type": "mc", "batch_size_fn": p.batch_size_fn, "fallback": "dense"} | options
-    return cls(p.model, p.loss, p.params, p.data, **options)
+    return p.build(cls, **({"fallback": "dense"} | options))
 
 
 def assert_equal(found: Any, expected: Any) -> None:

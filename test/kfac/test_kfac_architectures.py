@@ -30,7 +30,7 @@ both = pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 
 
 def build(cls: type, p: Problem, **options: Any) -> KFACLinearOperator:
-    return cls(p.model, p.loss, p.params, p.data, **({"fisher_type": "empirical"} | options))
+    return p.build(cls, **({"fisher_type": "empirical"} | options))
 
 
 # --- models as people write them
@@ -162,7 +162,7 @@ def test_models(name: str, joint: bool):
         options |= {"separate_weight_and_bias": not joint, "exact": fisher == "type-2"}
         expected = kfac_reference.kfac(p, fisher, reduce=reduce, joint=joint)
         assert error(matrix(build(KFACLinearOperator, p, **options)), expected) <= 1e-9
-    rows = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    rows = p.build(PerSampleGradientLinearOperator)
     expected = reference.per_sample_gradients(p)
     assert error(rows.dense(), expected) <= 1e-9
     assert error(rows.norms(), expected.norm(dim=1)) <= 1e-9

@@ -104,7 +104,7 @@ def of_lengths(name: str, model: nn.Module) -> tuple[Problem, Problem]:
 
 def build(p: Problem, cls: type = KFACLinearOperator, **options: Any) -> KFACLinearOperator:
     options["exact"] = options["fisher_type"] == "type-2"
-    return cls(p.model, p.loss, p.params, p.data, batch_size_fn=p.batch_size_fn, **options)
+    return p.build(cls, **options)
 
 
 @pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "forward-only"])
@@ -159,7 +159,7 @@ def test_padding_that_some_outputs_depend_on(cls: type, monkeypatch: pytest.Monk
     X = {"x": torch.randn(N, 5, D).double(), "mask": torch.ones(N, 5).double()}
     X["mask"][:, 2:] = 0
     model = TwoOutputs().double()
-    p = Problem(model, nn.MSELoss(), list(model.parameters()), [(X, torch.randn(N, 2))], mc=True)
+    p = Problem.of(model, nn.MSELoss(), [(X, torch.randn(N, 2))])
     p = replace(p, batch_size_fn=lambda X: len(X["x"]))
     corrected = cls is EKFACLinearOperator
     expected = kfac_reference.kfac(p, "type-2", corrected=corrected)

@@ -90,7 +90,7 @@ def test_kinds_of_directions():
     theta = torch.cat([param.detach().flatten() for param in p.params])
     assert abs(to_zero.losses[0] - moved_loss(p, -theta)) <= 1e-12
     assert not any(x.requires_grad for x in to_zero)
-    K = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    K = p.build(KFACLinearOperator)
     assert torch.equal(loss_along(K, p.params, [0.5]).losses, to_zero.losses[1:])
     one = loss_along(H, V[:, :1], STEPS)
     assert one.losses.shape == (3,)

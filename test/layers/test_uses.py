@@ -615,7 +615,7 @@ def test_jagged_tensors(case: str, attends: bool):
     torch.manual_seed(1)
     X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
     nets = summed(True, attends), summed(False, attends)
-    p, plain = (Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True) for net in nets)
+    p, plain = (Problem.of(net, nn.MSELoss(), [(X, y)]) for net in nets)
     found, expected = matrix(CASES[case].build(p)), CASES[case].dense(plain)
     torch.testing.assert_close(found, expected)
 
@@ -636,7 +636,7 @@ def test_models_that_loop_over_samples(caplog: pytest.LogCaptureFixture):
     gradients.gradient_and_loss()
     assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match="not known to which samples"):
-        KFACLinearOperator(p.model, p.loss, p.params, p.data).trace()
+        p.build(KFACLinearOperator).trace()
 
 
 @pytest.mark.extensive

@@ -41,7 +41,7 @@ DATA = batches(4, 2)
 def problem(model: nn.Module, data: list = DATA, loss: Any = CE, **options: Any) -> Problem:
     dtype = next(model.parameters()).dtype
     data = [(X.to(dtype), y) for X, y in data]
-    return Problem(model, loss, list(model.parameters()), data, mc=False, **options)
+    return Problem.of(model, loss, data, **options)
 
 
 def agrees(case: Case, found: Problem, expected: Tensor, tolerance: float, **options: Any) -> None:
