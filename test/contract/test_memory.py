@@ -14,6 +14,7 @@ from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
 from small import CE, MSE, batches
+from tables import core
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,8 +92,13 @@ def sequences() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(256, 5)).eval(), torch.randn(900, 4, 64)
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("case", ["hessian", "ggn"])
+OF_ROWS = ["norms", "gram", "second_moment"]
+
+
+@pytest.mark.parametrize(
+    "case, keeps",
+    core([("hessian", True), ("ggn", False)], product(["hessian", "ggn"], [False, True])),
+)
 def test_attention_takes_memory_linear_in_the_length(case: str, keeps: bool):
     def causal(m: nn.Module, x: Tensor) -> Tensor:
         q, k, v = m.layer(x).unsqueeze(1).chunk(3, -1)
@@ -111,8 +117,13 @@ def test_attention_takes_memory_linear_in_the_length(case: str, keeps: bool):
     assert long <= 4 * 3072**2 / 4  # all weights take four times as much
 
 
-@pytest.mark.parametrize("make", [images, sequences])
-@pytest.mark.parametrize("quantity", ["norms", "gram", "second_moment"])
+@pytest.mark.parametrize(
+    "make, quantity",
+    core(
+        [*product([images], OF_ROWS), (sequences, "norms")],
+        product([images, sequences], OF_ROWS),
+    ),
+)
 def test_no_memory_for_rows(make, quantity: str):
     model, X = make()
     params, y = list(model.parameters()), torch.randint(5, (len(X),))

@@ -1,11 +1,14 @@
 """The distance of blocks to the exact ones, against dense matrices."""
 
+from itertools import product
+
 import matplotlib.pyplot as plt
 import problems
 import pytest
 import reference
 import torch
 from contract import matrix
+from tables import core, in_turns
 from torch import Tensor
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, plot_by_layer
@@ -14,6 +17,7 @@ MODELS = [
     *("mlp-mse-sum", "mlp-mse-mean", "cnn", "transformer-tied", "padding-idx"),
     *("used-twice", "lstm-packed"),
 ]
+CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 
 
 def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str, float]:
@@ -34,9 +38,13 @@ def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str
     return errors
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, cls, joint",
+    core(
+        in_turns(product(MODELS, CLASSES), [False, True, True, False]),
+        product(MODELS, CLASSES, [False, True]),
+    ),
+)
 def test_equals_that_of_dense_matrices(name: str, cls: type, joint: bool):
     p = problems.make(name)
     for fisher in ("type-2", "empirical") if p.mc else ("empirical",):

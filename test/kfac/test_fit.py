@@ -1,6 +1,7 @@
 """Fits of Kronecker products: against dense references, the closest product, and the likelihood."""
 
 from dataclasses import replace
+from itertools import product
 
 import kfac_reference
 import problems
@@ -9,6 +10,7 @@ import reference
 import torch
 from contract import error, matrix
 from problems import Problem
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, load, write_factors
@@ -30,15 +32,13 @@ def build(
     return p.build(cls, fisher_type="empirical", fit=fit, **options)
 
 
-@pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize(
-    "reduce, joint",
-    [
-        *((False, True), (True, False)),
-        *(pytest.param(x, x, marks=pytest.mark.extensive) for x in (False, True)),
-    ],
+    "name, fit, reduce, joint",
+    core(
+        in_turns(product(MODELS, FITS), [False, True], [True, False]),
+        product(MODELS, FITS, [False, True], [False, True]),
+    ),
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_layers(name: str, reduce: bool, joint: bool, fit: str):
     p = problems.make(name)
     expected = kfac_reference.kfac(p, "empirical", reduce=reduce, joint=joint, fit=fit)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import kfac_reference
@@ -16,6 +16,7 @@ from models import EQUAL_LAYERS, Using
 from problems import Problem
 from recording import linear
 from sample_gradients import loop
+from tables import core, in_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -151,8 +152,9 @@ def make(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Problem:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, joint", core(in_turns(MODELS, [False, True]), product(MODELS, [False, True]))
+)
 def test_models(name: str, joint: bool):
     p = make(*MODELS[name])
     for fisher, reduce in (("type-2", joint), ("empirical", not joint)):

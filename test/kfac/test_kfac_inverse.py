@@ -1,6 +1,7 @@
 """Inverses of KFAC, its structure, and its use in solvers."""
 
 import copy
+from itertools import product
 from math import sqrt
 from typing import Any
 
@@ -12,6 +13,7 @@ from contract import ALL, error, matrix
 from models import EQUAL_LAYERS, Using, repeated
 from problems import Problem
 from structured_cases import QUANTITIES
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -105,9 +107,13 @@ def test_heuristic_damping(double, joint: bool, groups: int, least: float):
         assert error(inverse[bias, bias], expected) <= 1e-10
 
 
-@pytest.mark.parametrize("largest", [0, 40, 2**18], ids=["apart", "some", "all"])
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", EQUAL_LAYERS)
+@pytest.mark.parametrize(
+    "name, joint, largest",
+    core(
+        in_turns(product(EQUAL_LAYERS, [False, True]), [0, 40, 2**18]),
+        product(EQUAL_LAYERS, [False, True], [0, 40, 2**18]),
+    ),
+)
 def test_equal_layers(double, name: str, joint: bool, largest: int, monkeypatch):
     """What is computed for equal layers together is what operators on one layer each compute."""
     monkeypatch.setattr(structure, "_LARGEST", largest)

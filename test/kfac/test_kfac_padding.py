@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import kfac_reference
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from contract import error, matrix
 from problems import Problem
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
@@ -107,8 +109,13 @@ def build(p: Problem, cls: type = KFACLinearOperator, **options: Any) -> KFACLin
     return p.build(cls, **options)
 
 
-@pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "forward-only"])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    "lengths, fisher_type",
+    core(
+        [*in_turns(LENGTHS, ["type-2", "empirical"]), *product(LENGTHS, ["forward-only"])],
+        product(LENGTHS, ["empirical", "type-2"]),
+    ),
+)
 def test_two_sequences_of_a_sample(lengths: str, fisher_type: str, monkeypatch):
     """Also if they are padded to one length, and however many vectors fit into the memory."""
     p, alone = of_lengths(lengths, EncoderDecoder())

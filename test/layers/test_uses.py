@@ -9,6 +9,7 @@ from typing import Any
 
 import problems
 import pytest
+import tables
 import torch
 import torch.nn.functional as F
 from contract import CASES, error, matrix
@@ -479,8 +480,10 @@ EQUAL = {
 MODELS |= {f"equal layers, {name}": row for name, row in EQUAL.items()}
 
 
-@pytest.mark.parametrize("at_once", [2**6, 2**20])
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name, at_once",
+    tables.core(tables.in_turns(EQUAL, [2**6, 2**20]), product(EQUAL, [2**6, 2**20])),
+)
 def test_blocks_do_not_depend_on_other_layers(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
