@@ -194,16 +194,20 @@ def test_facts_of_many_graphs_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     assert max(len(x.graphs) for x in facts) <= 8
 
 
-def test_random_models_have_rules():
-    """A pass draws its masks once: rules are compared with autograd's gradients of that pass."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+@pytest.mark.parametrize("covered", [True, False])
+def test_random_models(covered: bool):
+    """A pass draws its masks once, for parameters with rules and for those without."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    parts = {} if covered else {"w": torch.randn(3, 3)}
+    last = (lambda s, z: z) if covered else (lambda s, z: torch.linalg.solve(s.w, z.T).T)
+    model = Using(lambda s, x: last(s, s.layers(x)), layers=layers, **parts).double()
     params, batches = list(model.parameters()), data()
     J = PerSampleGradientLinearOperator(model, LOSS, params, batches, check_deterministic=False)
     torch.manual_seed(1)
     expected = rows_in_batches(model, batches, LOSS)
     torch.manual_seed(1)
     assert error(J.dense(), expected) <= 1e-12
-    assert not J.fallbacks
+    assert [*J.fallbacks] == [*parts]
 
 
 @pytest.mark.parametrize("inside", [False, True])
