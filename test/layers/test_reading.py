@@ -74,7 +74,7 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
+        return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
 
 
 def right(node: Any, position: int) -> Use | None:
@@ -103,15 +103,19 @@ def fails_on_gradients(node: Any, position: int) -> Use | None:
     return Use((len(node.saved_tensors[0]),), (0,), fails, fails)
 
 
-def two_layers() -> tuple:
-    parts = {"a": torch.randn(4, 4), "w": torch.randn(4, 3)}
-    model = Using(lambda s, X: Fused.apply(torch.tanh(X @ s.a), s.w), **parts).double()
-    return model, LOSS, list(model.parameters()), data()
+def two_layers(*shape: int) -> tuple:
+    def function(s: Using, X: Tensor) -> Tensor:
+        return Fused.apply(torch.tanh(X @ s.a), s.w).reshape(len(X), -1, 3).sum(1)
+
+    model = Using(function, a=torch.randn(4, 4), w=torch.randn(4, 3)).double()
+    return model, LOSS, list(model.parameters()), data(*shape)
 
 
-def test_rules_of_autograd_functions(monkeypatch):
+@pytest.mark.parametrize("shape", [(5, 4), (5, 2, 4), (5, 3, 2, 4)], ids=str)
+def test_rules_of_autograd_functions(shape: tuple[int, ...], monkeypatch):
+    """The dots of an equation stand for any number of axes."""
     monkeypatch.setitem(RULES, "FusedBackward", right)
-    model, _, params, batches = arguments = two_layers()
+    model, _, params, batches = arguments = two_layers(*shape)
     J = PerSampleGradientLinearOperator(*arguments)
     check_rows(J, loop(model, params, batches, LOSS), 1e-12, covered=True)
     K = KFACLinearOperator(*arguments)
