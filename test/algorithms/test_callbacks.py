@@ -180,7 +180,7 @@ def test_densities(log: bool):
 @pytest.fixture
 def G() -> C.GGNLinearOperator:
     p = problems.make("mlp-ce-mean")
-    return C.GGNLinearOperator(p.model, p.loss, p.params, p.data).damped(0.5)
+    return p.build(C.GGNLinearOperator).damped(0.5)
 
 
 def fail(state: C.Iteration) -> None:

@@ -208,7 +208,11 @@ def misses_in_silence(A: np.ndarray, k: int, which: str, tolerance: float, **opt
 @pytest.mark.parametrize(
     "name, precision",
     core(
-        [*product(WITH_COPIES, ["float64"]), ("damped low rank", "float32")],
+        [
+            # of Kronecker products, the graded one
+            *product([name for name in WITH_COPIES if not name.startswith("A")], ["float64"]),
+            ("damped low rank", "float32"),
+        ],
         product(WITH_COPIES, PRECISIONS),
     ),
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from math import log10
 
 import matrices
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from matrices import Counting
+from tables import core, in_turns
 from torch import Tensor
 
 from curvlinops import (
@@ -104,8 +106,10 @@ def test_unbiased_with_honest_errors(name: str, A: str, distribution: str):
         assert low <= ratio <= high
 
 
-@pytest.mark.parametrize("dim", [4, 7, 12])
-@pytest.mark.parametrize("kind", ["spd", "diagonal"])
+@pytest.mark.parametrize(
+    "dim, kind",
+    core(in_turns([4, 7, 12], ["spd", "diagonal"]), product([4, 7, 12], ["spd", "diagonal"])),
+)
 def test_signs_in_few_dimensions(dim: int, kind: str):
     """Of four vectors of signs in as many dimensions, more than half depend on each other."""
     B = torch.randn(dim, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

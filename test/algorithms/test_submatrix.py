@@ -8,6 +8,7 @@ import problems
 import pytest
 import torch
 from contract import ALL, CASES, EXACT, dense, error, matrix, pairs, places, vectors
+from tables import core
 from torch.utils.flop_counter import FlopCounterMode
 
 from curvlinops import (
@@ -17,7 +18,8 @@ from curvlinops import (
     TorchLinearOperator,
 )
 
-PROBLEM = "mlp-ce-mean"
+PROBLEM, OTHERS = "mlp-ce-mean", ["transformer-tied", "closure"]
+BLOCKS = {"block_sizes": [2, 2]}
 
 
 def build(case: str = "hessian", problem: str = PROBLEM, **options) -> TorchLinearOperator:
@@ -35,8 +37,17 @@ def selections(space: ParameterSpace) -> list[list]:
 
 @pytest.mark.parametrize(
     "case, problem, options",
-    [(*pair, {}) for pair in pairs(EXACT, [PROBLEM, "transformer-tied", "closure"])]
-    + [(case, PROBLEM, {"block_sizes": [2, 2]}) for case in EXACT if CASES[case].square],
+    core(
+        [
+            *((case, PROBLEM, {}) for case in EXACT),
+            *(("gradients", problem, {}) for problem in OTHERS),
+            *(("hessian", PROBLEM, BLOCKS), ("hessian", "closure", {})),
+        ],
+        [
+            *((*pair, {}) for pair in pairs(EXACT, OTHERS)),
+            *((case, PROBLEM, BLOCKS) for case in EXACT if CASES[case].square),
+        ],
+    ),
 )
 def test_by_indices_and_names(case: str, problem: str, options: dict):
     A, expected = build(case, problem, **options), dense(case, problem)

@@ -241,7 +241,7 @@ def test_operators(name: str, case: str, monkeypatch: pytest.MonkeyPatch):
     calls = []
 
     def products() -> list[Tensor]:
-        p = Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+        p = Problem.of(model, nn.CrossEntropyLoss(), data)
         A = ALL[case].build(p)
         v, V = vectors(A), vectors(A, 3)
         found = [A @ v, A @ V, A.T @ (A @ V)]

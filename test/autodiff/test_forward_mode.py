@@ -80,7 +80,7 @@ def problem(name: str, dtype: torch.dtype = torch.float64) -> Problem:
     model, x = MODELS[name]().to(dtype), torch.linspace(-1, 1, 9).reshape(3, 3).to(dtype)
     y = torch.zeros(3, 2, dtype=dtype)
     data = [(x[:2], y[:2]), (x[2:], y[2:])]
-    return Problem(model, nn.MSELoss(reduction="sum"), list(model.parameters()), data, mc=True)
+    return Problem.of(model, nn.MSELoss(reduction="sum"), data)
 
 
 @pytest.mark.extensive
@@ -175,7 +175,7 @@ def test_functions_that_forward_mode_gets_wrong(is_wrong_at_first: bool):
 
     data = [({"x": x, "is_wrong": is_wrong_at_first}, y) for x, y in batches(4)]
     p, plain = (
-        Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+        Problem.of(model, nn.CrossEntropyLoss(), data)
         for f in (function, lambda s, X: 2 * s.layers(X["x"]))
         for model in [Using(f, layers=mlp())]
     )

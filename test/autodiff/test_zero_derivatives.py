@@ -244,7 +244,7 @@ def test_functions(name: str, dtype: torch.dtype):
     function, values, is_smooth = FUNCTIONS[name]
     loss, tolerance = nn.CrossEntropyLoss(), TOLERANCES[dtype]
     exact, found = (
-        Problem(model, loss, list(model.parameters()), [(X.to(precision), Y)], mc=False)
+        Problem.of(model, loss, [(X.to(precision), Y)])
         for precision in (torch.float64, dtype)
         for model in [features(function, values).to(precision)]
     )

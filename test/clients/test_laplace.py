@@ -62,7 +62,7 @@ def _problem(model: str, likelihood: str) -> Problem:
     X = torch.randn(N, 16).double()
     y = torch.randint(C, (N,)) if likelihood == "classification" else torch.randn(N, C).double()
     loss = LOSSES[likelihood](reduction="sum")
-    return Problem(net, loss, list(net.parameters()), [(X, y)], mc=True)
+    return Problem.of(net, loss, [(X, y)])
 
 
 def _fit(p: Problem, likelihood: str, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def _curvature(p: Problem, structure: str, backend: str) -> Tensor:
     """Return the curvature of the loss on all data at once."""
     dense, fisher_type = CURVATURES[backend]
     if structure == "kron":
-        K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type=fisher_type)
+        K = p.build(KFACLinearOperator, fisher_type=fisher_type)
         return K @ torch.eye(K.shape[0]).double()
     return dense(p).diag().diag() if structure == "diag" else dense(p)
 
@@ -175,7 +175,7 @@ def test_options_of_factors(options: dict):
     exact = {"fisher_type": FisherType.TYPE2} | {
         name: value for name, value in options.items() if name != "mc_samples"
     }
-    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, **exact)
+    K = p.build(KFACLinearOperator, **exact)
     fitted = _fit(
         p,
         "classification",
@@ -192,6 +192,6 @@ def test_options_of_factors(options: dict):
 def test_unsupported_layers_are_named():
     p = _problem("mlp", "regression")
     model = nn.Sequential(nn.LayerNorm(16).double(), *p.model)
-    p = Problem(model, p.loss, list(model.parameters()), p.data, mc=True)
+    p = Problem.of(model, p.loss, p.data)
     with pytest.raises(NotImplementedError, match=r"block of 0\.weight"):
         _fit(p, "regression", **_options("kron", "CurvlinopsGGN"))

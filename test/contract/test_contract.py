@@ -39,8 +39,9 @@ PARAMETERS = ["mlp-ce-all-mean", "functional", "closure"]
 #: Operators that need many problems: `test_per_sample.py` compares all rows and diagonals, and the
 #: others are a transpose and sums of rows.
 MOST = ["hessian", "ggn", "fisher", "jacobian"]
-#: Models whose dense Hessian takes less than a second.
-SMALL = [n for n in problems.MODEL_NAMES if not re.search("former|encoder|norms|bidirect", n)]
+#: Models whose dense Hessian takes half a second, or is that of others in another precision.
+SLOW = "former|encoder|norms|bidirect|attention|float32-cnn|bfloat16-lstm|other-values"
+SMALL = [n for n in problems.MODEL_NAMES if not re.search(SLOW, n)]
 #: Problems for what does not depend on the model: ignored targets, tied weights, unequal lengths.
 SOME = ["classes-ce-ignore-mean", "transformer-tied", "lstm-packed"]
 

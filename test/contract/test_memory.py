@@ -14,6 +14,7 @@ from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
 from small import CE, MSE, batches
+from tables import core
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,7 +40,7 @@ def gradient_peak(model: nn.Module, X: Tensor, y: Tensor) -> int:
 def build(
     case: str, model: nn.Module, X: Tensor, y: Tensor, batches: int = 1, loss: nn.Module = MSE
 ) -> TorchLinearOperator:
-    return ALL[case].build(Problem(model, loss, list(model.parameters()), [(X, y)] * batches, True))
+    return ALL[case].build(Problem.of(model, loss, [(X, y)] * batches))
 
 
 @pytest.mark.parametrize("case", ALL)
@@ -91,8 +92,13 @@ def sequences() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(256, 5)).eval(), torch.randn(900, 4, 64)
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("case", ["hessian", "ggn"])
+OF_ROWS = ["norms", "gram", "second_moment"]
+
+
+@pytest.mark.parametrize(
+    "case, keeps",
+    core([("hessian", True), ("ggn", False)], product(["hessian", "ggn"], [False, True])),
+)
 def test_attention_takes_memory_linear_in_the_length(case: str, keeps: bool):
     def causal(m: nn.Module, x: Tensor) -> Tensor:
         q, k, v = m.layer(x).unsqueeze(1).chunk(3, -1)
@@ -111,8 +117,13 @@ def test_attention_takes_memory_linear_in_the_length(case: str, keeps: bool):
     assert long <= 4 * 3072**2 / 4  # all weights take four times as much
 
 
-@pytest.mark.parametrize("make", [images, sequences])
-@pytest.mark.parametrize("quantity", ["norms", "gram", "second_moment"])
+@pytest.mark.parametrize(
+    "make, quantity",
+    core(
+        [*product([images], OF_ROWS), (sequences, "norms")],
+        product([images, sequences], OF_ROWS),
+    ),
+)
 def test_no_memory_for_rows(make, quantity: str):
     model, X = make()
     params, y = list(model.parameters()), torch.randint(5, (len(X),))
@@ -292,7 +303,7 @@ def test_fewer_columns_where_memory_is_scarce(caplog):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 10), nn.Tanh(), nn.Linear(10, 1)).double()
     data = [(torch.randn(100, 2).double(), torch.randn(100, 1).double())]
-    p = Problem(model, MSE, list(model.parameters()), data, mc=True)
+    p = Problem.of(model, MSE, data)
     H, single = (ALL["hessian"].build(p, chunk_size=size) for size in (None, 1))
     V = torch.randn(H.shape[1], 16).double()
     expected = single @ V

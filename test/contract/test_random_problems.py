@@ -117,7 +117,7 @@ OPERATORS = {
 @given(problems(), st.sampled_from([None, 1, 2]), st.booleans())
 def test_matrices(p: Problem, chunk_size: int | None, by_rows: bool):
     for cls, truth in OPERATORS.items():
-        A, expected = cls(p.model, p.loss, p.params, p.data, chunk_size=chunk_size), truth(p)
+        A, expected = p.build(cls, chunk_size=chunk_size), truth(p)
         found = A.T.to_dense().T if by_rows else A.to_dense()
         assert error(found, expected) <= 1e-9, cls
     gradient, value = A.gradient_and_loss()

@@ -353,7 +353,7 @@ def layers(num: int = 6) -> Problem:
 
     model = Using(run, **parts).double()
     data = [(torch.randn(n, 5).double(), torch.randint(5, (n,))) for n in (4, 2, 3)]
-    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+    return Problem.of(model, nn.CrossEntropyLoss(), data)
 
 
 @check(2, 3)

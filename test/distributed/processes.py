@@ -188,7 +188,7 @@ def classifier(
     model = make().double()
     data = [(torch.randn(n, 3).double(), torch.randint(3, (n,))) for n in sizes]
     loss = nn.CrossEntropyLoss(**options)
-    return Problem(model, loss, list(model.parameters()), data, mc=True)
+    return Problem.of(model, loss, data)
 
 
 def main(names: dict[str, list[str]], rank: int, size: int, folder: str) -> None:

@@ -16,40 +16,51 @@ import world_checks
 #: Seconds after which processes that hang are ended.
 LIMIT = 3600
 ROOT = Path(__file__).parents[2]
-#: Checks of two processes that are core tests: some of each kind, and all that only copies have.
+#: Checks that are core tests, by the number of processes, which has a name: some of each kind, and
+#: all that only copies have.
+NAMES = {2: "core", 1: "one-process"}
 CORE = {
-    "world_checks": [
-        *("products ggn copies", "products hessian shards", "products fisher adapters"),
-        *("rows adapters", "factors mc shards", "factors type-2 parts of factors"),
-        *("losses_along_directions adapters", "callbacks copies", "no_data copies"),
-        *("files kfac partition shards", "files ekfac replicate copies"),
-        *("updates kfac replicate copies", "updates ekfac partition adapters"),
-        *("errors ggn copies", "errors kfac adapters", "interrupts copies"),
-        *("errors_of_solvers copies", "errors_of_the_data ggn adapters"),
-        *("errors_of_vectors parts of factors", "errors_before_communication shards"),
-    ],
-    "parallel_checks": [*parallel_checks.CHECKS[2]],
-    "sharded_checks": [
-        *("sums_with_factors shards", "errors_of_memory shards", "training adapters"),
-        *("rounds_of_schedules shards", "kept_graphs_have_no_gathered_parameters adapters"),
-        *("models_that_are_refused adapters", "vectors_that_are_refused shards"),
-    ],
+    2: {
+        "world_checks": [
+            *("products ggn copies", "products hessian shards", "products fisher adapters"),
+            *("rows adapters", "factors mc shards", "factors type-2 parts of factors"),
+            *("losses_along_directions adapters", "callbacks copies", "no_data copies"),
+            *("files kfac partition shards", "files ekfac replicate copies"),
+            *("updates kfac replicate copies", "updates ekfac partition adapters"),
+            *("errors ggn copies", "errors kfac adapters", "interrupts copies"),
+            *("errors_of_solvers copies", "errors_of_the_data ggn adapters"),
+            *("errors_of_vectors parts of factors", "errors_before_communication shards"),
+        ],
+        "parallel_checks": [*parallel_checks.CHECKS[2]],
+        "sharded_checks": [
+            *("sums_with_factors shards", "errors_of_memory shards", "training adapters"),
+            *("rounds_of_schedules shards", "kept_graphs_have_no_gathered_parameters adapters"),
+            *("models_that_are_refused adapters", "vectors_that_are_refused shards"),
+        ],
+    },
+    1: {
+        "world_checks": [
+            *("products hessian alone", "products mc alone", "products ggn-diagonal alone"),
+            *("products ggn one shard", "products fisher-samples one shard", "rows one shard"),
+            *("factors reduce alone", "factors type-2 one shard", "losses_along_directions alone"),
+            *("files ekfac partition alone", "files kfac replicate one shard"),
+            *("batches_are_freed one shard", "writes_to_parameters one shard"),
+            *("writes_to_what_is_saved alone", "writes_to_what_is_saved one shard"),
+        ],
+        "sharded_checks": [*sharded_checks.CHECKS[1]],
+    },
 }
 MODULES = world_checks, parallel_checks, sharded_checks
 #: Checks that run together, as it takes seconds to start processes: names by module, and how many.
 CASES = [
-    pytest.param(CORE, 2, id="core"),
-    pytest.param({x.__name__: [*x.CHECKS.get(1, ())] for x in MODULES}, 1, id="one-process"),
+    *(pytest.param(names, n, id=NAMES[n]) for n, names in CORE.items()),
     *(
-        pytest.param(
-            {x.__name__: [name for name in names if n != 2 or name not in CORE[x.__name__]]}, n,
-            id=f"{x.__name__}-{n}", marks=pytest.mark.extensive,
-        )
+        pytest.param({x.__name__: rest}, n, id=f"{x.__name__}-{n}", marks=pytest.mark.extensive)
         for x in MODULES
         for n, names in sorted(x.CHECKS.items())
-        if n > 1 and (x is not parallel_checks or n > 2)
+        if (rest := [name for name in names if name not in CORE.get(n, {}).get(x.__name__, ())])
     ),
-]  # fmt: skip
+]
 
 
 def run(call: str, size: int, folder: Path) -> list[str]:

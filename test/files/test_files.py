@@ -660,6 +660,7 @@ SAME: dict[str, Callable[[World], Any]] = {
     "nothing": lambda w: None,
     "another module": loss(Scaled((0.5, 0.5))),
     "a function": loss(times(1.0)),
+    "a seed of nothing": kfac(fisher_type="empirical", seed=3),
     "rounded": lambda w: w.model.head.weight.data.mul_(1 + 1e-9),
 }
 

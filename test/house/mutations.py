@@ -3,6 +3,12 @@
 `python test/house/mutations.py --number 20 --folder layers` plants 20 in one folder. Mistakes are
 drawn at random from a seed: folders in proportion to their lines, then a kind, then a place. For
 each, the tests that belong to its folder run until one fails, for at most two minutes.
+
+Of 100 with seed 76 in layers, operators/kfac, risk, losses, structured, algorithms, team and
+influence, the core tests that enter the changed code noticed 78. Four became rows: dots of an
+equation that are several axes, random numbers of parameters without rules, a seed of nothing that
+is drawn, the sum of diagonal factors. The other 18 change no number: they choose ways by their
+memory or time, compare at equality, or change what no call has.
 """
 
 import argparse

@@ -35,8 +35,7 @@ def rows_of(p: Problem, **options: Any) -> PerSampleGradientLinearOperator:
 
 
 def ekfac_of(p: Problem, cls: type = EKFACLinearOperator) -> Any:
-    options = {"fisher_type": "empirical", "separate_weight_and_bias": False}
-    return cls(p.model, p.loss, p.params, p.data, batch_size_fn=p.batch_size_fn, **options)
+    return p.build(cls, fisher_type="empirical", separate_weight_and_bias=False)
 
 
 def damped(K: Any, relative: float) -> Tensor:
@@ -187,7 +186,7 @@ def test_positions():
     layers = {"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 4)}
     model = Using(lambda m, x: m.head(m.embed(x)).transpose(1, 2), **layers).double()
     data = [(torch.randint(5, (2, t)), torch.randint(4, (2, t))) for t in (3, 6)]
-    p = Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+    p = Problem.of(model, nn.CrossEntropyLoss(), data)
     rows = rows_of(p)
     P = vectors(rows, 2)
     found = [scores for _, scores in score_batches(rows, P, per_position=True)]
@@ -290,7 +289,7 @@ REFUSED = {
     "no gradients": (lambda p, r, P: preconditioned(ekfac_of(p), ekfac_of(p)), TypeError, "PerS"),
     "no gradients, top": (lambda p, r, P: top_scores(ekfac_of(p), P, 1), TypeError, "PerSample"),
     "no inverse": (
-        lambda p, r, P: preconditioned(r, GGNLinearOperator(p.model, p.loss, p.params, p.data)),
+        lambda p, r, P: preconditioned(r, p.build(GGNLinearOperator)),
         TypeError,
         "K must be.*got GGN",
     ),

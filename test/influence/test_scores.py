@@ -78,7 +78,7 @@ def test_one_query_for_one_output(tmp_path: Path):
     """A column of queries has one entry for the bias, with a stride."""
     model = nn.Linear(3, 1).double()
     data = [(torch.randn(1, 3).double(), torch.randn(1, 2)[:, 1:].double()) for _ in range(4)]
-    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    p = Problem.of(model, nn.MSELoss(), data)
     rows, P = rows_of(p), vectors(rows_of(p), 3)
     expected = reference.per_sample_gradients(p) @ P
     queries = (P[:, 1], P[:, 1:2], P.numpy()[:, 1])
@@ -165,7 +165,7 @@ def sequences(*lengths: int, **parts: nn.Module) -> Problem:
         (torch.randint(7, (n, t)), torch.randint(4, (n, t)))
         for n, t in zip((3, 2), lengths, strict=True)
     ]
-    return Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+    return Problem.of(model, nn.CrossEntropyLoss(), data)
 
 
 def by_position(p: Problem, P: Tensor) -> Tensor:

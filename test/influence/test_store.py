@@ -42,7 +42,7 @@ def rows_of(p: problems.Problem, **options: Any) -> PerSampleGradientLinearOpera
 
 def basis_of(p: problems.Problem, cls: type, **options: Any) -> Any:
     options = {"fisher_type": "empirical", "check_deterministic": False} | options
-    return cls(p.model, p.loss, p.params, p.data, batch_size_fn=p.batch_size_fn, **options)
+    return p.build(cls, **options)
 
 
 def matrix_of(store: GradientStore, rows: PerSampleGradientLinearOperator) -> Tensor:

@@ -1,11 +1,14 @@
 """The distance of blocks to the exact ones, against dense matrices."""
 
+from itertools import product
+
 import matplotlib.pyplot as plt
 import problems
 import pytest
 import reference
 import torch
 from contract import matrix
+from tables import core, in_turns
 from torch import Tensor
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, plot_by_layer
@@ -14,6 +17,7 @@ MODELS = [
     *("mlp-mse-sum", "mlp-mse-mean", "cnn", "transformer-tied", "padding-idx"),
     *("used-twice", "lstm-packed"),
 ]
+CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 
 
 def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str, float]:
@@ -34,17 +38,18 @@ def expected(p: object, operator: KFACLinearOperator, truth: Tensor) -> dict[str
     return errors
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, cls, joint",
+    core(
+        in_turns(product(MODELS, CLASSES), [False, True, True, False]),
+        product(MODELS, CLASSES, [False, True]),
+    ),
+)
 def test_equals_that_of_dense_matrices(name: str, cls: type, joint: bool):
     p = problems.make(name)
     for fisher in ("type-2", "empirical") if p.mc else ("empirical",):
-        operator = cls(
-            p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
-            separate_weight_and_bias=not joint, batch_size_fn=p.batch_size_fn,
-            check_deterministic=False,
-        )  # fmt: skip
+        options = {"separate_weight_and_bias": not joint, "check_deterministic": False}
+        operator = p.build(cls, fisher_type=fisher, exact=fisher == "type-2", **options)
         is_ggn = fisher == "type-2"
         truth = reference.ggn(p) if is_ggn else reference.empirical_fisher(p, terms="sample")
         found = operator.distance(num_vectors=1000)
@@ -62,7 +67,7 @@ def test_layers_without_gradients(num_vectors: int):
     head = [param for param in p.params if param.ndim == 2][-1]
     with torch.no_grad():
         head.zero_()
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="empirical")
+    operator = p.build(KFACLinearOperator, fisher_type="empirical")
     *behind, last = [x for n, x in operator.distance(num_vectors).items() if "weight" in n]
     assert all(float(error) == float(standard_error) == 0 for error, standard_error in behind)
     assert 0 < float(last.estimate) < torch.inf
@@ -70,7 +75,7 @@ def test_layers_without_gradients(num_vectors: int):
 
 def test_drawn_by_layer():
     p = problems.make("mlp-mse-mean")
-    found = KFACLinearOperator(p.model, p.loss, p.params, p.data).distance()
+    found = p.build(KFACLinearOperator).distance()
     axes = plot_by_layer(found)
     assert len(axes.patches) == len(found)
     plt.close(axes.figure)
@@ -80,7 +85,7 @@ def test_drawn_by_layer():
 def test_random_vectors(fisher: str):
     """Estimates are within their errors, and the same seed draws the same samples."""
     p = problems.make("mlp-ce-sum")
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type=fisher)
+    operator = p.build(KFACLinearOperator, fisher_type=fisher)
     exact = operator.distance(num_vectors=1000)
     estimates = [operator.distance(num_vectors=6, seed=seed) for seed in range(40)]
     for name, (truth, _) in exact.items():
@@ -94,9 +99,9 @@ def test_random_vectors(fisher: str):
 
 def test_refused():
     p = problems.make("mlp-mse-mean")
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="forward-only")
+    operator = p.build(KFACLinearOperator, fisher_type="forward-only")
     with pytest.raises(ValueError, match="needs gradients"):
         operator.distance()
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    operator = p.build(KFACLinearOperator)
     with pytest.raises(ValueError, match="num_vectors"):
         operator.distance(num_vectors=1)

@@ -1,6 +1,7 @@
 """Fits of Kronecker products: against dense references, the closest product, and the likelihood."""
 
 from dataclasses import replace
+from itertools import product
 
 import kfac_reference
 import problems
@@ -8,7 +9,8 @@ import pytest
 import reference
 import torch
 from contract import error, matrix
-from problems import Problem, problem
+from problems import Problem
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator, load, write_factors
@@ -25,22 +27,18 @@ def build(
     **options: object,
 ) -> KFACLinearOperator:  # fmt: skip
     """KFAC, with the gradients of the loss."""
-    return cls(
-        p.model, p.loss, p.params, p.data, fisher_type="empirical", check_deterministic=False,
-        kfac_approx="reduce" if reduce else "expand", separate_weight_and_bias=not joint,
-        batch_size_fn=p.batch_size_fn, fit=fit, **options,
-    )  # fmt: skip
+    options["kfac_approx"] = "reduce" if reduce else "expand"
+    options |= {"separate_weight_and_bias": not joint, "check_deterministic": False}
+    return p.build(cls, fisher_type="empirical", fit=fit, **options)
 
 
-@pytest.mark.parametrize("fit", FITS)
 @pytest.mark.parametrize(
-    "reduce, joint",
-    [
-        *((False, True), (True, False)),
-        *(pytest.param(x, x, marks=pytest.mark.extensive) for x in (False, True)),
-    ],
+    "name, fit, reduce, joint",
+    core(
+        in_turns(product(MODELS, FITS), [False, True], [True, False]),
+        product(MODELS, FITS, [False, True], [False, True]),
+    ),
 )
-@pytest.mark.parametrize("name", MODELS)
 def test_layers(name: str, reduce: bool, joint: bool, fit: str):
     p = problems.make(name)
     expected = kfac_reference.kfac(p, "empirical", reduce=reduce, joint=joint, fit=fit)
@@ -51,7 +49,7 @@ def net(seed: int = 0) -> Problem:
     """A net with more samples than parameters of a layer, whose blocks have full rank."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Tanh(), nn.Linear(4, 2, bias=False))
-    return problem(model.double(), [torch.randn(n, 3).double() for n in (50, 30)], nn.MSELoss())
+    return Problem.on(model.double(), [torch.randn(n, 3).double() for n in (50, 30)], nn.MSELoss())
 
 
 def blocks(p: Problem, dense: Tensor) -> list[Tensor]:
@@ -101,7 +99,7 @@ def test_where_gradients_have_no_full_rank():
     torch.manual_seed(0)
     X = torch.randn(6, 5).double()
     X[:, 2] = 0
-    p = problem(nn.Linear(5, 4, bias=False).double(), [X], nn.MSELoss())
+    p = Problem.on(nn.Linear(5, 4, bias=False).double(), [X], nn.MSELoss())
     operator = build(p, "kl", steps=3)
     (A,) = operator.input_covariances.values()
     assert bool(A[2].eq(0).all())
@@ -201,4 +199,4 @@ def test_cannot_be_merged():
 def test_bad_options(options: dict, words: str):
     p = net()
     with pytest.raises(ValueError, match=words):
-        KFACLinearOperator(p.model, p.loss, p.params, p.data, **options)
+        p.build(KFACLinearOperator, **options)

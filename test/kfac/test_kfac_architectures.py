@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import kfac_reference
@@ -16,6 +16,7 @@ from models import EQUAL_LAYERS, Using
 from problems import Problem
 from recording import linear
 from sample_gradients import loop
+from tables import core, in_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,7 +31,7 @@ both = pytest.mark.parametrize("cls", [KFACLinearOperator, EKFACLinearOperator])
 
 
 def build(cls: type, p: Problem, **options: Any) -> KFACLinearOperator:
-    return cls(p.model, p.loss, p.params, p.data, **({"fisher_type": "empirical"} | options))
+    return p.build(cls, **({"fisher_type": "empirical"} | options))
 
 
 # --- models as people write them
@@ -151,8 +152,9 @@ def make(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Problem:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, joint", core(in_turns(MODELS, [False, True]), product(MODELS, [False, True]))
+)
 def test_models(name: str, joint: bool):
     p = make(*MODELS[name])
     for fisher, reduce in (("type-2", joint), ("empirical", not joint)):
@@ -162,7 +164,7 @@ def test_models(name: str, joint: bool):
         options |= {"separate_weight_and_bias": not joint, "exact": fisher == "type-2"}
         expected = kfac_reference.kfac(p, fisher, reduce=reduce, joint=joint)
         assert error(matrix(build(KFACLinearOperator, p, **options)), expected) <= 1e-9
-    rows = PerSampleGradientLinearOperator(p.model, p.loss, p.params, p.data)
+    rows = p.build(PerSampleGradientLinearOperator)
     expected = reference.per_sample_gradients(p)
     assert error(rows.dense(), expected) <= 1e-9
     assert error(rows.norms(), expected.norm(dim=1)) <= 1e-9

@@ -1,6 +1,7 @@
 """Inverses of KFAC, its structure, and its use in solvers."""
 
 import copy
+from itertools import product
 from math import sqrt
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 from contract import ALL, error, matrix
 from models import EQUAL_LAYERS, Using, repeated
-from problems import problem
+from problems import Problem
 from structured_cases import QUANTITIES
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -31,11 +33,8 @@ def build(
     cls: type = KFACLinearOperator,
     **options: Any,
 ) -> KFACLinearOperator:
-    p = problems.make(name)
-    return cls(
-        p.model, p.loss, p.params, p.data, fisher_type=fisher, exact=fisher == "type-2",
-        separate_weight_and_bias=not joint, batch_size_fn=p.batch_size_fn, **options,
-    )  # fmt: skip
+    options |= {"fisher_type": fisher, "exact": fisher == "type-2"}
+    return problems.make(name).build(cls, separate_weight_and_bias=not joint, **options)
 
 
 NAMES = ["cnn", "transformer", "transformer-tied", "lstm", "padding-idx"]
@@ -88,9 +87,9 @@ def test_heuristic_damping(double, joint: bool, groups: int, least: float):
     """Martens and Grosse 2015, section 6.3; each group has its own pi."""
     model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=groups), nn.Tanh(), nn.Flatten())
     x = torch.randn(6, 4, 4) * torch.tensor([1.0, 1.0, 30.0, 30.0])[:, None]
-    p = problem(model, [x], nn.MSELoss())
+    p = Problem.on(model, [x], nn.MSELoss())
     options = {"fisher_type": "empirical", "separate_weight_and_bias": not joint}
-    operator, root = KFACLinearOperator(p.model, p.loss, p.params, p.data, **options), sqrt(0.02)
+    operator, root = p.build(KFACLinearOperator, **options), sqrt(0.02)
     inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True, min_damping=least))
     factors = operator.input_covariances["0"], operator.gradient_covariances["0"]
     blocks, of_bias = [], []
@@ -108,9 +107,13 @@ def test_heuristic_damping(double, joint: bool, groups: int, least: float):
         assert error(inverse[bias, bias], expected) <= 1e-10
 
 
-@pytest.mark.parametrize("largest", [0, 40, 2**18], ids=["apart", "some", "all"])
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("name", EQUAL_LAYERS)
+@pytest.mark.parametrize(
+    "name, joint, largest",
+    core(
+        in_turns(product(EQUAL_LAYERS, [False, True]), [0, 40, 2**18]),
+        product(EQUAL_LAYERS, [False, True], [0, 40, 2**18]),
+    ),
+)
 def test_equal_layers(double, name: str, joint: bool, largest: int, monkeypatch):
     """What is computed for equal layers together is what operators on one layer each compute."""
     monkeypatch.setattr(structure, "_LARGEST", largest)
@@ -160,8 +163,8 @@ def test_one_of_equal_layers_is_singular(double):
 
 
 def test_heuristic_damping_without_inputs(double):
-    p = problem(nn.Linear(3, 2), [torch.zeros(4, 3)], nn.MSELoss())
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="empirical")
+    p = Problem.on(nn.Linear(3, 2), [torch.zeros(4, 3)], nn.MSELoss())
+    operator = p.build(KFACLinearOperator, fisher_type="empirical")
     inverse = matrix(operator.inverse(0.02, use_heuristic_damping=True))
     (A,), (B,) = (x.values() for x in (operator.input_covariances, operator.gradient_covariances))
     weight, root = operator.space.slice("weight"), sqrt(0.02)
@@ -267,13 +270,13 @@ def test_refused_by_the_class():
     with pytest.raises(TypeError, match="no option cache.* Leave the argument out"):
         KFACInverseLinearOperator(build("mlp-ce-mean"), damping=0.1, cache=False)
     with pytest.raises(ValueError, match="Only KFAC and EKFAC"):
-        KFACInverseLinearOperator(GGNLinearOperator(p.model, p.loss, p.params, p.data))
+        KFACInverseLinearOperator(p.build(GGNLinearOperator))
 
 
 def test_unused_parameters_have_zero_blocks():
     net = Using(lambda m, x: m.used(x), used=nn.Linear(2, 2), unused=nn.Linear(2, 2))
-    p = problem(net, [torch.randn(6, 2)], nn.MSELoss())
-    operator = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    p = Problem.on(net, [torch.randn(6, 2)], nn.MSELoss())
+    operator = p.build(KFACLinearOperator)
     assert [block.structure for block in operator.report()] == ["kronecker"] * 2 + ["zero"] * 2
     assert not matrix(operator)[6:].any()
     inverse = matrix(operator.inverse(damping=0.5))
@@ -286,10 +289,10 @@ def test_unused_parameters_have_zero_blocks():
 def test_unused_parts_of_parameters_are_damped(double, cls: type):
     parts = {"weight": torch.randn(8, 5), "bias": torch.randn(8)}
     net = Using(lambda m, x: nn.functional.linear(x, m.weight[::2], m.bias[:4]), **parts)
-    p = problem(net, [torch.randn(9, 5)], nn.MSELoss())
+    p = Problem.on(net, [torch.randn(9, 5)], nn.MSELoss())
     for separate in (True, False):
         options = {"separate_weight_and_bias": separate}
-        operator = cls(p.model, p.loss, p.params, p.data, **options)
+        operator = p.build(cls, **options)
         truth = torch.linalg.inv(matrix(operator) + 0.1 * torch.eye(48))
         for inverse in (
             operator.inverse(0.1, use_exact_damping=True),

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import kfac_reference
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from contract import error, matrix
 from problems import Problem
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import EKFACLinearOperator, KFACLinearOperator
@@ -104,11 +106,16 @@ def of_lengths(name: str, model: nn.Module) -> tuple[Problem, Problem]:
 
 def build(p: Problem, cls: type = KFACLinearOperator, **options: Any) -> KFACLinearOperator:
     options["exact"] = options["fisher_type"] == "type-2"
-    return cls(p.model, p.loss, p.params, p.data, batch_size_fn=p.batch_size_fn, **options)
+    return p.build(cls, **options)
 
 
-@pytest.mark.parametrize("fisher_type", ["empirical", "type-2", "forward-only"])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    "lengths, fisher_type",
+    core(
+        [*in_turns(LENGTHS, ["type-2", "empirical"]), *product(LENGTHS, ["forward-only"])],
+        product(LENGTHS, ["empirical", "type-2"]),
+    ),
+)
 def test_two_sequences_of_a_sample(lengths: str, fisher_type: str, monkeypatch):
     """Also if they are padded to one length, and however many vectors fit into the memory."""
     p, alone = of_lengths(lengths, EncoderDecoder())
@@ -159,7 +166,7 @@ def test_padding_that_some_outputs_depend_on(cls: type, monkeypatch: pytest.Monk
     X = {"x": torch.randn(N, 5, D).double(), "mask": torch.ones(N, 5).double()}
     X["mask"][:, 2:] = 0
     model = TwoOutputs().double()
-    p = Problem(model, nn.MSELoss(), list(model.parameters()), [(X, torch.randn(N, 2))], mc=True)
+    p = Problem.of(model, nn.MSELoss(), [(X, torch.randn(N, 2))])
     p = replace(p, batch_size_fn=lambda X: len(X["x"]))
     corrected = cls is EKFACLinearOperator
     expected = kfac_reference.kfac(p, "type-2", corrected=corrected)

@@ -26,8 +26,7 @@ both = pytest.mark.parametrize("cls", CLASSES)
 
 
 def build(cls: type, p: Problem, **options: Any):
-    options = {"fisher_type": "empirical", "batch_size_fn": p.batch_size_fn} | options
-    return cls(p.model, p.loss, p.params, p.data, **options)
+    return p.build(cls, **({"fisher_type": "empirical"} | options))
 
 
 class Counted:
@@ -77,7 +76,7 @@ def test_parts_of_other_data(tmp_path: Path):
         with pytest.raises(ValueError, match=message):
             write_factors(build(KFACLinearOperator, replace(p, data=kind(data))), folder)
     with pytest.raises(TypeError, match="Only KFAC and EKFAC"):
-        write_factors(curvlinops.GGNLinearOperator(p.model, p.loss, p.params, p.data), tmp_path)
+        write_factors(p.build(curvlinops.GGNLinearOperator), tmp_path)
 
 
 class Tasks(nn.Module):
@@ -101,7 +100,7 @@ def test_layers_that_the_first_batch_does_not_use(cls: type, first: str, tmp_pat
     data = [({"task": i, "x": torch.randn(4, 4).double()}, y) for i in (0, 1, 2, 1)]
     if first == "no sample":
         data = [({"task": 0, "x": data[0][0]["x"][:0]}, y[:0]), *data]
-    p = Problem(model, nn.CrossEntropyLoss(), list(model.parameters()), data, mc=True)
+    p = Problem.of(model, nn.CrossEntropyLoss(), data)
     p = replace(p, batch_size_fn=lambda X: len(X["x"]))
     options = {"separate_weight_and_bias": False, "check_deterministic": False}
     whole = build(cls, p, **options)
@@ -116,7 +115,7 @@ def deep(num_layers: int = 8, width: int = 64) -> Problem:
     layers = [nn.Linear(width, width, bias=False) for _ in range(num_layers)]
     model = nn.Sequential(*(m for layer in layers for m in (layer, nn.Tanh())))
     data = [(torch.randn(4, width), torch.randn(4, width)) for _ in range(2)]
-    return Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    return Problem.of(model, nn.MSELoss(), data)
 
 
 @both

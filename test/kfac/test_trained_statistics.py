@@ -7,10 +7,12 @@ errors of float32 then look as if they were relative to the largest number of a 
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from tables import core, in_turns
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
@@ -131,6 +133,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
     "few rows": few_rows,
     "small inputs": small_inputs,
 }
+FISHER_TYPES = ["type-2", "empirical"]
 
 
 def quantities(problem: Problem, fisher_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -167,8 +170,10 @@ def quantities(problem: Problem, fisher_type: str, dtype: torch.dtype) -> dict[s
     return {name: x.to(DOUBLE) for name, x in found.items()}
 
 
-@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    "name, fisher_type",
+    core(in_turns(PROBLEMS, FISHER_TYPES), product(PROBLEMS, FISHER_TYPES)),
+)
 def test_float32_against_float64(name: str, fisher_type: str):
     torch.manual_seed(0)
     problem = PROBLEMS[name]()

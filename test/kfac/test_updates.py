@@ -11,7 +11,6 @@ import pytest
 import torch
 from contract import error, matrix
 from models import Conditional, Experts, Rewired, Using
-from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
@@ -25,11 +24,6 @@ CLASSES = [KFACLinearOperator, EKFACLinearOperator]
 both = pytest.mark.parametrize("cls", CLASSES)
 
 
-def build(cls: type, p: Problem, **options: Any):
-    options = {"fisher_type": "mc", "batch_size_fn": p.batch_size_fn} | options
-    return cls(p.model, p.loss, p.params, p.data, **options)
-
-
 @both
 def test_lazy_snapshot(cls: type):
     p = problems.make("mlp-ce-mean")
@@ -40,7 +34,7 @@ def test_lazy_snapshot(cls: type):
             passes.append(1)
             return iter(p.data)
 
-    operator = build(cls, replace(p, data=Data()), check_deterministic=False)
+    operator = replace(p, data=Data()).build(cls, check_deterministic=False)
     assert not passes
     before = matrix(operator)
     assert len(passes) == CLASSES.index(cls) + 1
@@ -48,7 +42,7 @@ def test_lazy_snapshot(cls: type):
         p.params[0].mul_(1.5)
     assert torch.equal(matrix(operator), before)
     operator.compute_kronecker_factors()
-    assert error(matrix(operator), matrix(build(cls, p))) <= 1e-12
+    assert error(matrix(operator), matrix(p.build(cls))) <= 1e-12
     assert error(matrix(operator), before) > 1e-3
 
 
@@ -69,7 +63,7 @@ DERIVED = {
 def test_derived_operators_follow_new_factors_or_not(name: str):
     """Operators with structure are snapshots; operators that multiply by another one follow it."""
     p = problems.make("mlp-ce-mean")
-    operator = build(KFACLinearOperator, p)
+    operator = p.build(KFACLinearOperator)
     derive, follows = DERIVED[name]
     derived = derive(operator)
     before = matrix(derived)
@@ -83,7 +77,7 @@ def test_derived_operators_follow_new_factors_or_not(name: str):
 
 @both
 def test_copies(cls: type):
-    operator = build(cls, problems.make("cnn"))
+    operator = problems.make("cnn").build(cls)
     expected, inverse = matrix(operator), operator.inverse(damping=0.1)
     for copied in (copy.deepcopy(operator), operator.to_device("cpu")):
         assert torch.equal(matrix(copied), expected)
@@ -94,7 +88,7 @@ def test_update_with_decay():
     """Means in which older data weighs less."""
     p = problems.make("mlp-ce-mean")
     operators = [
-        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type="empirical")
+        replace(p, data=[batch]).build(KFACLinearOperator, fisher_type="empirical")
         for batch in p.data
     ]
     old, new = ((K.input_covariances["0"], K.gradient_covariances["0"]) for K in operators)
@@ -111,7 +105,7 @@ def test_update_with_decay():
 @pytest.mark.parametrize("fisher", ["type-2", "mc"])
 def test_failed_updates_change_nothing(cls: type, fisher: str):
     p = problems.make("mlp-ce-mean")
-    operator = build(cls, p, fisher_type=fisher, fallback="diagonal")
+    operator = p.build(cls, fisher_type=fisher, fallback="diagonal")
     before, blocks = matrix(operator), operator.report()
     X, y = p.data[0]
     message = {0: "loss on batch . is nan", 2: "Batch 2: CrossEntropyLoss", 3: "has targets from"}
@@ -130,14 +124,14 @@ def test_merge():
     p = problems.rebatched(problems.make("classes-ce-ignore-mean"), 1)
     p = replace(p, data=[batch for batch in p.data if bool((batch[1] != -100).any())])
     first, *others = (
-        build(KFACLinearOperator, replace(p, data=[batch]), fisher_type="empirical", seed=seed)
+        replace(p, data=[batch]).build(KFACLinearOperator, fisher_type="empirical", seed=seed)
         for seed, batch in enumerate(p.data)
     )
     for other in others:
         before = matrix(other)
         first.merge(other)
         assert torch.equal(matrix(other), before)
-    whole = build(KFACLinearOperator, p, fisher_type="empirical")
+    whole = p.build(KFACLinearOperator, fisher_type="empirical")
     assert error(matrix(first), matrix(whole)) <= 1e-12
 
 

@@ -84,7 +84,7 @@ def test_parameters_without_modules_and_structured_operators():
     H = CASES["hessian"].build(problems.make("functional"))
     assert list(by_layer(H, xtrace, 5, seed=0)) == H.space.names
     p = problems.make(PROBLEM)
-    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="type-2")
+    K = p.build(KFACLinearOperator, fisher_type="type-2")
     traces = by_layer(K, xtrace, 10**3)
     torch.testing.assert_close(sum(traces.values()), K.trace())
 

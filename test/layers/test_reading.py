@@ -74,7 +74,7 @@ class Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        return g @ w.T, x.T @ g
+        return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
 
 
 def right(node: Any, position: int) -> Use | None:
@@ -103,15 +103,19 @@ def fails_on_gradients(node: Any, position: int) -> Use | None:
     return Use((len(node.saved_tensors[0]),), (0,), fails, fails)
 
 
-def two_layers() -> tuple:
-    parts = {"a": torch.randn(4, 4), "w": torch.randn(4, 3)}
-    model = Using(lambda s, X: Fused.apply(torch.tanh(X @ s.a), s.w), **parts).double()
-    return model, LOSS, list(model.parameters()), data()
+def two_layers(*shape: int) -> tuple:
+    def function(s: Using, X: Tensor) -> Tensor:
+        return Fused.apply(torch.tanh(X @ s.a), s.w).reshape(len(X), -1, 3).sum(1)
+
+    model = Using(function, a=torch.randn(4, 4), w=torch.randn(4, 3)).double()
+    return model, LOSS, list(model.parameters()), data(*shape)
 
 
-def test_rules_of_autograd_functions(monkeypatch):
+@pytest.mark.parametrize("shape", [(5, 4), (5, 2, 4), (5, 3, 2, 4)], ids=str)
+def test_rules_of_autograd_functions(shape: tuple[int, ...], monkeypatch):
+    """The dots of an equation stand for any number of axes."""
     monkeypatch.setitem(RULES, "FusedBackward", right)
-    model, _, params, batches = arguments = two_layers()
+    model, _, params, batches = arguments = two_layers(*shape)
     J = PerSampleGradientLinearOperator(*arguments)
     check_rows(J, loop(model, params, batches, LOSS), 1e-12, covered=True)
     K = KFACLinearOperator(*arguments)
@@ -193,16 +197,20 @@ def test_facts_of_many_graphs_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     assert max(len(x) for x in gc.get_objects() if isinstance(x, graph.KnownGraphs)) <= 8
 
 
-def test_random_models_have_rules():
-    """A pass draws its masks once: rules are compared with autograd's gradients of that pass."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+@pytest.mark.parametrize("covered", [True, False])
+def test_random_models(covered: bool):
+    """A pass draws its masks once, for parameters with rules and for those without."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    parts = {} if covered else {"w": torch.randn(3, 3)}
+    last = (lambda s, z: z) if covered else (lambda s, z: torch.linalg.solve(s.w, z.T).T)
+    model = Using(lambda s, x: last(s, s.layers(x)), layers=layers, **parts).double()
     params, batches = list(model.parameters()), data()
     J = PerSampleGradientLinearOperator(model, LOSS, params, batches, check_deterministic=False)
     torch.manual_seed(1)
     expected = rows_in_batches(model, batches, LOSS)
     torch.manual_seed(1)
     assert error(J.dense(), expected) <= 1e-12
-    assert not J.fallbacks
+    assert [*J.fallbacks] == [*parts]
 
 
 @pytest.mark.parametrize("inside", [False, True])

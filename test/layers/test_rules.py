@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Using, resnet, unet, vit
 from sample_gradients import check, check_rows, images, loop, rows_in_batches, sequences
+from tables import core
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
@@ -185,7 +186,9 @@ for _kernel, _dilation in [(2, 1), (3, 2), (4, 1)]:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel:UserWarning")
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", core((n for n in LAYERS if not n.startswith(("RNN, 2", "GRU, 2"))), LAYERS)
+)
 def test_layers(name: str):
     build, inputs, *forward = LAYERS[name]
     layer = build()

@@ -9,6 +9,7 @@ from typing import Any
 
 import problems
 import pytest
+import tables
 import torch
 import torch.nn.functional as F
 from contract import CASES, error, matrix
@@ -479,8 +480,10 @@ EQUAL = {
 MODELS |= {f"equal layers, {name}": row for name, row in EQUAL.items()}
 
 
-@pytest.mark.parametrize("at_once", [2**6, 2**20])
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize(
+    "name, at_once",
+    tables.core(tables.in_turns(EQUAL, [2**6, 2**20]), product(EQUAL, [2**6, 2**20])),
+)
 def test_blocks_do_not_depend_on_other_layers(
     name: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -615,7 +618,7 @@ def test_jagged_tensors(case: str, attends: bool):
     torch.manual_seed(1)
     X, y = (torch.randn(6, 4, 2).double(), torch.randint(1, 5, (6,))), torch.randn(6, 2).double()
     nets = summed(True, attends), summed(False, attends)
-    p, plain = (Problem(net, nn.MSELoss(), list(net.parameters()), [(X, y)], True) for net in nets)
+    p, plain = (Problem.of(net, nn.MSELoss(), [(X, y)]) for net in nets)
     found, expected = matrix(CASES[case].build(p)), CASES[case].dense(plain)
     torch.testing.assert_close(found, expected)
 
@@ -636,7 +639,7 @@ def test_models_that_loop_over_samples(caplog: pytest.LogCaptureFixture):
     gradients.gradient_and_loss()
     assert gradients.fallbacks == known
     with pytest.raises(NotImplementedError, match="not known to which samples"):
-        KFACLinearOperator(p.model, p.loss, p.params, p.data).trace()
+        p.build(KFACLinearOperator).trace()
 
 
 @pytest.mark.extensive

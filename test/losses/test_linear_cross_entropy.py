@@ -1,6 +1,7 @@
 """Cross-entropy of a linear head in chunks: all matrices are those of the logits."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from contract import ALL, error, vectors
 from live_bytes import LiveBytes
 from models import Using
 from problems import Problem
+from tables import core, in_turns
 from torch import Tensor, nn
 
 from curvlinops import GGNLinearOperator, HessianLinearOperator, LinearCrossEntropyLoss
@@ -60,6 +62,7 @@ def problems(tied: bool, with_head: bool, reduction: str = "mean") -> tuple[Prob
     return found[0], found[1]
 
 
+BOTH = [False, True]
 #: Operators, their options, and whether they are defined if the head is differentiated.
 OPERATORS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "hessian": ("hessian", {}, True),
@@ -75,10 +78,13 @@ OPERATORS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "name, with_head, tied, reduction",
+    core(
+        in_turns(product(OPERATORS, BOTH, BOTH), ["mean", "sum", "sum", "mean"]),
+        product(OPERATORS, BOTH, BOTH, ["mean", "sum"]),
+    ),
+)
 def test_operators(name: str, with_head: bool, tied: bool, reduction: str):
     case, options, is_defined = OPERATORS[name]
     one, other = problems(tied, with_head, reduction)
@@ -125,8 +131,13 @@ def test_values_and_derivatives(dtype: torch.dtype, bias: bool):
         assert error(one.detach(), other.detach()) <= tolerance
 
 
-@pytest.mark.parametrize("with_head", [False, True])
-@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize(
+    "kind, with_head",
+    core(
+        [(HessianLinearOperator, True), (GGNLinearOperator, False)],
+        product([HessianLinearOperator, GGNLinearOperator], BOTH),
+    ),
+)
 def test_memory_is_that_of_a_chunk(kind: type, with_head: bool):
     size, length = 20000, 200
     model = Using(lambda s, x: s.layer(x), layer=nn.Linear(2, 2), head=nn.Linear(2, size))

@@ -13,7 +13,7 @@ from contract import CASES, Case, error, matrix, vectors
 from models import Using
 from problems import Problem
 from small import CE, batches
-from tables import core
+from tables import core, in_turns
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -41,7 +41,7 @@ DATA = batches(4, 2)
 def problem(model: nn.Module, data: list = DATA, loss: Any = CE, **options: Any) -> Problem:
     dtype = next(model.parameters()).dtype
     data = [(X.to(dtype), y) for X, y in data]
-    return Problem(model, loss, list(model.parameters()), data, mc=False, **options)
+    return Problem.of(model, loss, data, **options)
 
 
 def agrees(case: Case, found: Problem, expected: Tensor, tolerance: float, **options: Any) -> None:
@@ -358,7 +358,7 @@ def with_part(part: str, f: Callable, share: float, dtype: torch.dtype) -> Probl
     "part, function, share, dtype",
     core(
         [
-            *product(["gate"], [Detaching], FEW_SHARES, DTYPES),
+            *in_turns(product(["gate"], [Detaching], FEW_SHARES), DTYPES),
             *product(["adapter"], [Detaching, Forgetful], FEW_SHARES, DTYPES[:1]),
         ],
         product(["gate", "adapter"], [Detaching, Forgetful], SHARES_OF_PARTS, DTYPES),
@@ -376,7 +376,7 @@ def test_wrong_functions_in_small_parts(
 
 @pytest.mark.parametrize(
     "part, share, dtype",
-    core(product(PARTS, FEW_SHARES, DTYPES), product(PARTS, SHARES_OF_PARTS, DTYPES)),
+    core(in_turns(product(PARTS, FEW_SHARES), DTYPES), product(PARTS, SHARES_OF_PARTS, DTYPES)),
 )
 def test_right_functions_in_small_parts(part: str, share: float, dtype: torch.dtype):
     """They are compared without a warning, also where a true gradient is zero."""
@@ -595,7 +595,10 @@ FUSED = [Saved, Kept, Differentiating]
 
 @pytest.mark.parametrize(
     "function, share, dtype",
-    core(product(FUSED, [1.0, 0.05], DTYPES), product(FUSED, [0.5, 0.2, 0.1], DTYPES)),
+    core(
+        in_turns(product(FUSED, [1.0, 0.05]), [*DTYPES, *DTYPES[::-1]]),
+        product(FUSED, [1.0, 0.5, 0.2, 0.1, 0.05], DTYPES),
+    ),
 )
 def test_fused_losses(function: type[torch.autograd.Function], share: float, dtype: torch.dtype):
     for case in ("hessian", "ggn"):

@@ -25,7 +25,7 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def operator(case: str, model: nn.Module, data: Any = None, **options: Any) -> Any:
     data = [batch()] if data is None else data
-    return ALL[case].build(Problem(model, CE, list(model.parameters()), data, mc=True), **options)
+    return ALL[case].build(Problem.of(model, CE, data), **options)
 
 
 # --- what it costs

@@ -43,7 +43,7 @@ H, G, J = (ALL[case].build for case in ("hessian", "ggn", "jacobian"))
 #: Builders of operators, of a problem and options.
 OPERATORS: dict[str, Callable[..., C.TorchLinearOperator]] = {
     **{name: case.build for name, case in ALL.items()},
-    "user's": lambda p, **o: Own(p.model, p.loss, p.params, p.data, **o),
+    "user's": lambda p, **o: p.build(Own, **o),
     "sum": lambda p, **o: H(p, **o) - 2 * G(p, **o),
     "damped": lambda p, **o: G(p, **o).damped(0.1),
     "product": lambda p, **o: H(p, **o) @ G(p, **o),
@@ -175,7 +175,7 @@ def test_budget(case: str):
     layers = [nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 60), nn.GELU(), nn.Linear(60, 2)]
     model, batches = nn.Sequential(*layers), TensorDataset(torch.randn(900, 50), torch.ones(900, 2))
     data = DataLoader(batches, 300)
-    p = Problem(model, nn.MSELoss(), list(model.parameters()), data, mc=True)
+    p = Problem.of(model, nn.MSELoss(), data)
 
     def kept(cache: str | int) -> int:
         A, live = OPERATORS[case](p, cache=cache), LiveBytes()

@@ -39,14 +39,14 @@ class Case:
 
     def build(self, p: Problem, **options: Any) -> TorchLinearOperator:
         """Build the operator for a problem."""
-        options = dict(self.arguments) | {"batch_size_fn": p.batch_size_fn} | options
+        options = dict(self.arguments) | options
         with warnings.catch_warnings():
             # the GGN of NLLLoss is zero, of which test_warnings.py tests the warning
             warnings.filterwarnings("ignore", ".*is linear in the model's output", UserWarning)
-            if not self.takes_loss:
-                return self.operator(p.model, p.params, p.data, **options)
-            options["reduction"] = p.reduction
-            return self.operator(p.model, p.loss, p.params, p.data, **options)
+            if self.takes_loss:
+                return p.build(self.operator, **options)
+            options = {"batch_size_fn": p.batch_size_fn} | options
+            return self.operator(p.model, p.params, p.data, **options)
 
 
 CASES = {

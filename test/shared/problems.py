@@ -50,6 +50,31 @@ class Problem:
     tags: frozenset[str] = frozenset()
     name: str = ""
 
+    @classmethod
+    def of(
+        cls, model: Callable, loss: Any, data: Any, reduction: str | None = None, **fields: Any
+    ) -> "Problem":
+        """A problem in all parameters of a module, as a list, with what follows from the loss."""
+        if isinstance(loss, nn.Module):
+            reduction = None
+        known = nn.MSELoss | nn.CrossEntropyLoss | nn.BCEWithLogitsLoss
+        fields.setdefault("mc", isinstance(loss, known))
+        if "params" not in fields:
+            fields["params"] = list(model.parameters())
+        return cls(model, loss, data=data, reduction=reduction, **fields)
+
+    @classmethod
+    def on(
+        cls, model: Callable, X: list, loss: Any, target: Callable = torch.randn_like, **fields: Any
+    ) -> "Problem":
+        """The same, with targets made of the outputs."""
+        return cls.of(model, loss, [(x, target(model(x).detach())) for x in X], **fields)
+
+    def build(self, kind: Callable, **options: Any) -> Any:
+        """An operator of a class that takes a loss."""
+        given = {"batch_size_fn": self.batch_size_fn, "reduction": self.reduction} | options
+        return kind(self.model, self.loss, self.params, self.data, **given)
+
     def named_params(self) -> dict[str, Tensor]:
         """Parameters by name (by position for a closure), in the given order."""
         if isinstance(self.params, dict):
@@ -212,12 +237,12 @@ def compose(model_name: str, loss_name: str, reduction: str) -> Problem:
         X = _tokens(shapes=((3, 3), (2, 3)))
     if loss.log_softmax:
         model = nn.Sequential(model, nn.LogSoftmax(dim=1))
-    data = _with_targets(model, X, loss.target)
+    loss_func = loss.build(reduction)
+    p = Problem.on(model, X, loss_func, loss.target, reduction=reduction, mc=loss.mc)
     if loss.ignore_index is not None:
-        x, y = data[0]
-        data.insert(1, (x.clone(), torch.full_like(y, loss.ignore_index)))
-    loss_func = loss.build(reduction=reduction) if loss_name != "user" else loss.build(reduction)
-    return _problem(model, loss_func, data, reduction=reduction, mc=loss.mc)
+        x, y = p.data[0]
+        p.data.insert(1, (x.clone(), torch.full_like(y, loss.ignore_index)))
+    return p
 
 
 # --- One problem per awkward feature --------------------------------------------------------------
@@ -235,31 +260,12 @@ def _register(maker: Callable[[], Problem]) -> Callable[[], Problem]:
     return maker
 
 
-def _with_targets(model: Callable, X: list, target: Callable[[Tensor], Any]) -> list[tuple]:
-    return [(x, target(model(x).detach())) for x in X]
-
-
-def _problem(
-    model: Callable, loss: Any, data: list[tuple], reduction: str | None = None, **fields: Any
-) -> Problem:
-    """Problem in all parameters of a module, as a list, with what follows from the loss."""
-    if isinstance(loss, nn.Module):
-        reduction = None
-    known = nn.MSELoss | nn.CrossEntropyLoss | nn.BCEWithLogitsLoss
-    fields.setdefault("mc", isinstance(loss, known))
-    if "params" not in fields:
-        fields["params"] = list(model.parameters())
-    return Problem(model, loss, data=data, reduction=reduction, **fields)
-
-
 def _classify(model: nn.Module, X: list, reduction: str = "mean", **fields: Any) -> Problem:
-    data = _with_targets(model, X, indices)
-    return _problem(model, nn.CrossEntropyLoss(reduction=reduction), data, **fields)
+    return Problem.on(model, X, nn.CrossEntropyLoss(reduction=reduction), indices, **fields)
 
 
 def _regress(model: Callable, X: list, reduction: str = "mean", **fields: Any) -> Problem:
-    data = _with_targets(model, X, torch.randn_like)
-    return _problem(model, nn.MSELoss(reduction=reduction), data, **fields)
+    return Problem.on(model, X, nn.MSELoss(reduction=reduction), **fields)
 
 
 def _row(model: nn.Module, parameter: str, row: int) -> tuple[int, ...]:
@@ -385,7 +391,7 @@ def _functional() -> Problem:
     params = {"v": torch.randn(3, 2), "w": torch.randn(4, 3), "b": torch.randn(3)}
     X = _real(4)
     data = [(x, torch.randn(len(x), 2)) for x in X]
-    return _problem(models.plain_mlp, nn.MSELoss(), data, params=params)
+    return Problem.of(models.plain_mlp, nn.MSELoss(), data, params=params)
 
 
 @_register
@@ -448,14 +454,14 @@ _MAKERS |= {
 
 @_register
 def _no_targets() -> Problem:
-    return _problem(models.mlp(), _norm_sum, [(x, None) for x in _real(4)], reduction="sum")
+    return Problem.of(models.mlp(), _norm_sum, [(x, None) for x in _real(4)], reduction="sum")
 
 
 @_register
 def _constant_gradient() -> Problem:
     """Linear model, linear loss: the Hessian is zero and autograd calls the gradient constant."""
     model = nn.Linear(4, 3)
-    return _problem(model, _linear_sum, _with_targets(model, _real(4), torch.randn_like), "sum")
+    return Problem.on(model, _real(4), _linear_sum, reduction="sum")
 
 
 @_register
@@ -552,11 +558,3 @@ def merged(p: Problem) -> Problem | None:
         return None
     cat = tree_map(lambda *ts: torch.cat(ts) if isinstance(ts[0], Tensor) else ts[0], *p.data)
     return replace(p, data=[cat])
-
-
-def problem(
-    model: Any, X: list[Any], loss: nn.Module, target: Callable = torch.randn_like
-) -> Problem:
-    """Return a problem in all parameters of a model."""
-    data = [(x, target(model(x).detach())) for x in X]
-    return Problem(model, loss, list(model.parameters()), data, mc=True)

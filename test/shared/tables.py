@@ -1,6 +1,6 @@
 """Rows of tables, of which the core tests have a part."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -17,3 +17,9 @@ def core(rows: Iterable[Any], rest: Iterable[Any] = ()) -> list[Any]:
     rows = [row for number, row in enumerate(given) if row not in given[:number]]
     others = [row if isinstance(row, tuple) else (row,) for row in rest if row not in rows]
     return rows + [pytest.param(*row, marks=pytest.mark.extensive) for row in others]
+
+
+def in_turns(rows: Iterable[Any], *others: Sequence[Any]) -> list[tuple]:
+    """Return each row with an entry of each of the other tables, which take turns."""
+    given = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [(*row, *(x[i % len(x)] for x in others)) for i, row in enumerate(given)]

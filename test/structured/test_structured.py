@@ -178,13 +178,14 @@ def test_sums_and_products_of_any_two(name: str, form: str):
 
 
 ONE, TWO, M1, M2 = Kron(B, A), Kron(B2, A2), kron(B, A), kron(B2, A2)
-EIGH = ONE.eigh()
+EIGH, DIAGONALS = ONE.eigh(), Kron(Diag(b), Diag(a))
 BLOCKS = Blocks({"a": Kron(A), "b": Diag(b)})
 OTHERS = Blocks({"a": Kron(A2), "b": 2 * Identity(3)})
 #: Sums and products, and whether their structure is kept.
 COMBINED = {
     "two products": (ONE + TWO, M1 + M2, True),
     "the same twice": (ONE + ONE, 2 * M1, True),
+    "diagonal factors twice": (DIAGONALS + DIAGONALS, 2 * kron(b.diag(), a.diag()), True),
     "a difference": (ONE - 0.5 * ONE, M1 / 2, True),
     "one factor in common": (ONE + Kron(B, A2), kron(B, A + A2), True),
     "three products": (ONE + TWO + ONE, 2 * M1 + M2, True),

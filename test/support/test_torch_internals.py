@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from curvlinops.support import torch_internals
 
@@ -64,58 +63,6 @@ def test_versions_without_a_private_handle():
     assert results == HANDLES, found.stderr
 
 
-class Counter(TorchFunctionMode):
-    """Counts calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num_calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Twice(torch.autograd.Function):
-    """A function with a Python backward pass."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, v: Tensor) -> Tensor:
-        return 2 * v
-
-
-def test_pytree():
-    x = torch.ones(2)
-    leaves, structure = torch_internals.pytree.tree_flatten({"a": [x, 1], "b": (None,)})
-    assert leaves[0] is x and leaves[1:] == [1, None]
-    assert torch_internals.pytree.tree_unflatten([3, 4, 5], structure) == {"a": [3, 4], "b": (5,)}
-    assert torch_internals.pytree.tree_leaves(leaves) == leaves
-    is_leaf = torch_internals.pytree.tree_is_leaf
-    assert is_leaf(x) and is_leaf(object()) and not is_leaf({})
-
-
-def test_without_torch_function():
-    with Counter() as counter:
-        torch.ones(1)
-        with torch_internals.without_torch_function():
-            torch.ones(1)
-    assert counter.num_calls == 1
-
-
-def test_nodes():
-    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
-    metadata = torch_internals.input_metadata(x.max(dim=0).values.grad_fn, 0)
-    assert tuple(metadata.shape) == (3,) and metadata.dtype == torch.float64
-    y = x.exp()
-    (saved,) = torch_internals.saved_values(y.grad_fn)
-    assert saved.data.data_ptr() == y.data_ptr()
-    assert torch_internals.function_of(Twice.apply(x).grad_fn) is Twice
-
-
 def test_modules():
     inner = nn.Linear(1, 1)
     outer = nn.Sequential(inner, nn.Sequential(inner, nn.BatchNorm1d(1)))
@@ -151,14 +98,6 @@ def test_attributes_of_tensors():
     assert isinstance(y, nn.Parameter)
 
 
-def test_without_hooks():
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: 2 * gradient)
-    with torch_internals.without_hooks([x]):
-        assert torch.autograd.grad(3 * x, x)[0] == 3
-    assert torch.autograd.grad(3 * x, x)[0] == 6
-
-
 def test_strided_tensors():
     dense = torch.eye(2)
     assert torch_internals.strided_tensors(dense)[0] is dense
@@ -192,15 +131,6 @@ assert "torch._dynamo" in sys.modules and torch.compile.__module__ == "torch"
 @pytest.mark.extensive
 def test_products_import_without_warnings_what_they_use():
     subprocess.run([sys.executable, "-W", "error", "-c", PRODUCTS], check=True)
-
-
-def test_run_backward():
-    x = torch.ones(2, requires_grad=True)
-    y = (3 * x).sum()
-    options = {"allow_unreachable": True, "accumulate_grad": False}
-    arguments = (y,), (torch.tensor(2.0),), False, False, (x,)
-    (gradient,) = torch_internals.run_backward(*arguments, **options)
-    assert torch.equal(gradient, torch.full((2,), 6.0)) and x.grad is None
 
 
 def test_uncached_parametrizations():
