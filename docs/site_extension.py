@@ -26,6 +26,7 @@ READING_ORDER = (
     "preconditioned_cg",
     "laplace",
     "influence",
+    "attribution_quality",
     "intervals",
     "finite_differences",
     "tangent_kernel",

@@ -30,6 +30,10 @@ PAGES = [
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: What pages of the gallery do in a test, in place of something that takes longer.
 LESS = {
+    "plot_attribution_quality": {
+        "num_steps = 400, 60, 200": "num_steps = 400, 60, 100",
+        "= 100\n": "= 30\n",
+    },
     "plot_eigenvalues_through_training": {
         "= 1000, 25": "= 300, 50",
         "[0.5, 2 / 3, 1.0]": "[1.0]",
