@@ -80,6 +80,7 @@ LESS = {
         "damping = 1e-6": "damping = 1e-5",
         "[1e-1, 1e-2, 1e-3, 1e-4]": "[1e-1, 1e-2]",
     },
+    "plot_pruning": {"range(10, 15)": "range(10, 12)"},
     "plot_resnet_training": {
         "num_data = 512": "num_data = 128",
         "width = 16": "width = 8",
