@@ -52,14 +52,14 @@ def linear_datamodeling_score(scores: Any, subsets: Any, outputs: Any) -> Datamo
             or predictions or outputs of a query are the same for all models, so that they have no
             ranks.
     """
-    given = {"scores": scores, "subsets": subsets, "outputs": outputs}
-    scores, subsets, outputs = (torch.as_tensor(x).double().cpu() for x in given.values())
+    float64 = {"dtype": torch.float64, "device": "cpu"}
+    given = [torch.as_tensor(x, **float64).detach() for x in (scores, subsets, outputs)]
+    scores, subsets, outputs = given
     M, K = outputs.shape if outputs.ndim == 2 else (0, 0)
     if M < 3 or not K or subsets.shape != (M, len(scores)) or scores.shape != (len(scores), K):
-        shapes = ", ".join(f"{name} {list(torch.as_tensor(x).shape)}" for name, x in given.items())
         raise ValueError(
             "Expected scores [N, K], subsets [M, N] and outputs [M, K] of N samples, K queries and "
-            f"M >= 3 models, got {shapes}."
+            f"M >= 3 models, got the shapes {', '.join(str(list(x.shape)) for x in given)}."
         )
     predicted = subsets @ scores
     for what, x in {"predictions": predicted, "outputs": outputs}.items():
@@ -71,7 +71,7 @@ def linear_datamodeling_score(scores: Any, subsets: Any, outputs: Any) -> Datamo
             )
     correlations = _rank_correlations(predicted, outputs)
     groups = min(M, _GROUPS)
-    kept = [torch.arange(M) % groups != group for group in range(groups)]
+    kept = [torch.arange(M, device="cpu") % groups != group for group in range(groups)]
     means = torch.stack([_rank_correlations(predicted[x], outputs[x]).mean() for x in kept])
     variance = (groups - 1) * means.var(correction=0)  # jackknife
     if K > 1:
