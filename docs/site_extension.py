@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator
 import curvlinops
 
 #: Pages of the gallery by topic: spectra and training, Kronecker factors and optimizers, Laplace
-#: approximations, influence and kernels, language models, model merging.
+#: approximations, influence and kernels, language models, model merging and pruning.
 READING_ORDER = (
     "digits_cnn",
     "spectral_density",
@@ -26,6 +26,7 @@ READING_ORDER = (
     "preconditioned_cg",
     "laplace",
     "influence",
+    "attribution_quality",
     "intervals",
     "finite_differences",
     "tangent_kernel",
@@ -34,6 +35,7 @@ READING_ORDER = (
     "influence_sequences",
     "long_sequences",
     "model_merging",
+    "pruning",
 )
 #: Sections of docstrings whose entries a class inherits.
 INHERITED = ("Args:", "Attributes:", "Raises:")

@@ -1,6 +1,6 @@
 """Preconditioned gradients of queries, and scores of training samples with them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
-from curvlinops.influence.scoring import scoring, vectors_of
+from curvlinops.influence.scoring import ScoredVectors, scoring, sharing, vectors_of
 from curvlinops.linear_operator.operator import TorchLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
@@ -91,7 +91,9 @@ def score_batches(
     Raises:
         ValueError: See ``rows.scores``; if P requires gradients, or parameters are sharded.
     """
-    return rows._by_batch("scores", _scoring(rows, P, per_position), is_apart=True)
+    check_gradients(rows)
+    given = _vectors_of(rows, P)
+    return rows._by_batch("scores", scoring(rows, given, per_position), is_apart=True)
 
 
 @in_default_modes
@@ -100,7 +102,8 @@ def top_scores(
 ) -> torch.return_types.topk:
     """Return ``rows.scores(P).topk(k, 0, largest)``: ``values`` and ``indices``, ``[k, K]``.
 
-    Only these and the scores of one batch are in memory. Of equal scores, any may be returned.
+    Only these and the scores of one batch are in memory. Of equal scores, any may be returned. If
+    parameters are sharded, each process has the leading ones of its own rows.
 
     Args:
         rows: The gradients of the training samples.
@@ -111,36 +114,41 @@ def top_scores(
     Raises:
         ValueError: If there are fewer than k rows; see ``score_batches``.
     """
-    of, best = _scoring(rows, P), None
-    if check_count("k", k) > rows.shape[0]:
-        raise ValueError(f"k is {k}, but there are {rows.shape[0]} rows.")
-    for some, scores in rows._by_batch("leading scores", of):
-        numbers = some.reshape(-1, *[1] * (scores.ndim - 1)).expand_as(scores)
-        if best is not None:
-            scores, numbers = torch.cat([best[0], scores]), torch.cat([best[1], numbers])
-        scores, order = scores.topk(min(k, len(scores)), 0, largest)
-        best = scores, numbers.gather(0, order)
+    check_rows(rows)
+    with rows.risk.peers.raise_once():
+        given, best = _vectors_of(rows, P), None
+        if check_count("k", k) > rows.shape[0]:
+            raise ValueError(f"k is {k}, but there are {rows.shape[0]} rows.")
+        with sharing(rows, given):
+            for some, scores in rows._by_batch("leading scores", scoring(rows, given)):
+                numbers = some.reshape(-1, *[1] * (scores.ndim - 1)).expand_as(scores)
+                if best is not None:
+                    scores, numbers = torch.cat([best[0], scores]), torch.cat([best[1], numbers])
+                scores, order = scores.topk(min(k, len(scores)), 0, largest)
+                best = scores, numbers.gather(0, order)
     return torch.return_types.topk(best)
 
 
-def _scoring(
-    rows: PerSampleGradientLinearOperator, P: Any, per_position: bool = False
-) -> Callable[[BatchProblem], Tensor]:
-    """Return a function that computes the scores of all rows of a batch."""
-    check_gradients(rows)
+def _vectors_of(rows: PerSampleGradientLinearOperator, P: Any) -> ScoredVectors:
+    """Read vectors of any kind, which autograd must not follow."""
     given = vectors_of(rows, P)
     if given.is_followed:
         raise ValueError("Scores of batches are not differentiable: detach the vectors.")
-    return scoring(rows, given, per_position)
+    return given
 
 
-def check_gradients(rows: Any) -> None:
-    """Refuse anything but gradients of samples with whole parameters."""
+def check_rows(rows: Any) -> None:
+    """Refuse anything but gradients of samples."""
     if not isinstance(rows, PerSampleGradientLinearOperator):
         raise TypeError(
             "Gradients of samples must be a PerSampleGradientLinearOperator, got "
             f"{type(rows).__name__}."
         )
+
+
+def check_gradients(rows: Any) -> None:
+    """Refuse anything but gradients of samples with whole parameters."""
+    check_rows(rows)
     if rows.risk.model.shards:
         raise ValueError(
             "Gradients of sharded parameters are not supported here. Gather the parameters, or "

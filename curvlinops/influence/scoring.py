@@ -1,6 +1,7 @@
 """Inner products of the gradients of samples with vectors: batch by batch, and in files."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,8 +52,13 @@ def vectors_of(rows: Any, P: Any) -> ScoredVectors:
     return ScoredVectors(columns, is_single, False)
 
 
+def sharing(rows: Any, given: ScoredVectors) -> AbstractContextManager:
+    """Return a context in which processes with sharded parameters share vectors."""
+    return rows.risk.adding.sharing({} if given.has_low_rank else given.columns)
+
+
 def scoring(
-    rows: Any, given: ScoredVectors, per_position: bool
+    rows: Any, given: ScoredVectors, per_position: bool = False
 ) -> Callable[[BatchProblem], Tensor]:
     """Return a function that computes the scores of all rows of a batch."""
     if per_position and rows.terms == "term":
@@ -99,7 +105,7 @@ def all_scores(rows: Any, P: Any, out: str | Path | None, per_position: bool) ->
         key = rows._key(options | _numbers_of(given.columns))
         files = RowFiles(Path(out), rows.shape[0], key)
     scores = like.new_zeros(0, *[0] * per_position, *[num_columns] * (not given.is_single))
-    with rows.risk.adding.sharing({} if given.has_low_rank else given.columns):
+    with sharing(rows, given):
         if files is not None:
             files.fill(found)
         for places, some in found() if files is None else _equally_long(files):

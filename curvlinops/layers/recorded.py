@@ -407,7 +407,8 @@ class RecordedBatch:
             for use in self.uses:
                 if use.name in uses_of:
                     uses_of[use.name].append(use)
-            return [{name: uses_of[name] for name in stack} for stack in stacks_of(uses_of)]
+            stacks = stacks_of(uses_of, lambda name: self._leaves[name].shape)
+            return [{name: uses_of[name] for name in stack} for stack in stacks]
 
         for uses_of in self.plan.known((*names, *self.uses), find):
             uses = next(iter(uses_of.values()))

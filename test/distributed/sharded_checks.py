@@ -62,7 +62,7 @@ from worlds import (
 
 import curvlinops
 from curvlinops import ParameterSpace
-from curvlinops.influence import preconditioned, self_scores, top_scores
+from curvlinops.influence import preconditioned, score_batches, self_scores
 from curvlinops.integrations.transformers import problem
 from curvlinops.layers import recorded, rules
 from curvlinops.support.torch_internals import shape_of_output
@@ -273,7 +273,7 @@ def queries_are_gathered_once_for_each_batch(w: Both) -> None:
         ) as gather:
             rows.scores(mine)
         assert gather.call_count == len(w.own.params) * len(w.own.data)
-    for use in (self_scores, top_scores, preconditioned):
+    for use in (self_scores, score_batches, preconditioned):
         refuses(ValueError, "Gather the parameters, or call rows.scores", use, rows, V, 1)
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import curvlinops
 from curvlinops import ParameterSpace
+from curvlinops.influence import top_scores
 
 # --- models ---------------------------------------------------------------------------------------
 
@@ -351,6 +352,10 @@ class Both:
         own_V = spread(self.own, V)
         low_rank = mine.low_rank(own_V, 1)
         assert error(mine.scores(low_rank), alone.scores(alone.low_rank(V, 1))) <= 1e-10
+        for own_columns, columns in ((own_V, V), (low_rank, alone.low_rank(V, 1))):
+            found, expected = top_scores(mine, own_columns, 2), alone.scores(columns).topk(2, 0)
+            assert error(found.values, expected.values) <= 1e-10
+            assert torch.equal(found.indices, expected.indices)
         folder = Path(f"scores of {rank()}")
         folder.mkdir(exist_ok=True)
         path = folder / f"{len(list(folder.iterdir()))}"

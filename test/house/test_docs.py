@@ -37,6 +37,10 @@ WITH_CALLS = ["README.md", "docs/migration.md", "docs/laplace.md"]
 EXAMPLES = sorted((ROOT / "docs_src" / "examples").glob("plot_*.py"))
 #: What pages of the gallery do in a test, in place of something that takes longer.
 LESS = {
+    "plot_attribution_quality": {
+        "num_steps = 400, 60, 200": "num_steps = 400, 60, 100",
+        "= 100\n": "= 30\n",
+    },
     "plot_eigenvalues_through_training": {
         "= 1000, 25": "= 300, 50",
         "[0.5, 2 / 3, 1.0]": "[1.0]",
@@ -83,6 +87,7 @@ LESS = {
         "damping = 1e-6": "damping = 1e-5",
         "[1e-1, 1e-2, 1e-3, 1e-4]": "[1e-1, 1e-2]",
     },
+    "plot_pruning": {"range(10, 15)": "range(10, 12)"},
     "plot_resnet_training": {
         "num_data = 512": "num_data = 128",
         "width = 16": "width = 8",

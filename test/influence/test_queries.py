@@ -16,6 +16,7 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    DiagonalLinearOperator,
     EKFACLinearOperator,
     GGNLinearOperator,
     IdentityLinearOperator,
@@ -152,6 +153,51 @@ def test_factors_in_a_directory(tmp_path: Path):
         P = preconditioned(rows, factors)
         assert error(rows.scores(P, out=tmp_path / "scores"), expected) <= 1e-12
     assert len(list((tmp_path / "scores").iterdir())) == 1
+
+
+# --- along training
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD])
+def test_checkpoints(cls: type):
+    """What steps at checkpoints on each sample do to queries; Adam's with its second moments."""
+    p = problems.make("mlp-ce-mean")
+    p = replace(p, params=dict(p.model.named_parameters()))
+    optimizer, is_adam = cls(p.model.parameters(), lr=0.05), cls is torch.optim.AdamW
+    rows, queries = rows_of(p), rows_of(p, subsampling=[4, 0])
+    scores = expected = torch.zeros(5, 2).double()
+    squares, rates = torch.zeros(rows.shape[1]).double(), (0.05, 0.02, 0.01)
+    for step, rate in enumerate(rates, 1):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        X, y = p.data[0]
+        p.loss(p.model(X), y).backward()
+        gradient = torch.cat([x.grad.flatten() for x in p.params.values()])
+        squares = 0.999 * squares + 0.001 * gradient.square()
+        optimizer.step()
+
+        P = queries.dense().T
+        if is_adam:
+            P = preconditioned(queries, adam(optimizer, p.params), relative_damping=0.0)
+        scores = scores + rate * rows.scores(P)
+
+        g = reference.per_sample_gradients(p)
+        scale = (squares / (1 - 0.999**step)).sqrt() + 1e-8 if is_adam else 1.0
+        expected = expected + rate * g @ (g[[4, 0]] / scale).T
+    assert error(scores, expected) <= 1e-10
+
+
+def adam(optimizer: torch.optim.Optimizer, params: dict) -> DiagonalLinearOperator:
+    """What Adam divides by, as on the page about influence."""
+    (group,) = optimizer.param_groups
+    states = {name: optimizer.state[x] for name, x in params.items()}
+    return DiagonalLinearOperator(
+        {
+            name: (x["exp_avg_sq"] / (1 - group["betas"][1] ** int(x["step"]))).sqrt()
+            + group["eps"]
+            for name, x in states.items()
+        }
+    )
 
 
 # --- batch by batch

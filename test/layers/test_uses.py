@@ -203,6 +203,13 @@ for _name, _call in WRITTEN.items():
     MODELS[f"written, {_name}"] = Row(_call, _PARTS, vectors, _name != "rows of samples")
 
 
+@model(vectors, first=(2, 4, 2), second=(2, 2, 4), third=(6, 4))
+def equal_matrices_of_unlike_parameters(s: Using, x: Tensor) -> Tensor:
+    """Weights of attention's heads before and after it, and a part of a larger one."""
+    x = F.linear(x, s.first.permute(0, 2, 1).reshape(4, 4)).tanh()
+    return F.linear(F.linear(x, s.second.reshape(4, 4)).tanh(), s.third[:4])
+
+
 @model(vectors, a=linear(4, 2), w=(2, 2))
 def transformed(s: Using, x: Tensor) -> Tensor:
     return torch.func.vmap(s.a)(x) @ s.w
