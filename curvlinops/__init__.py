@@ -36,6 +36,7 @@ from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
+from curvlinops.influence.scores import functional_variance
 from curvlinops.landscape.by_layer import by_layer
 from curvlinops.landscape.loss_along import LossAlong, loss_along
 from curvlinops.landscape.plotting import plot_by_layer, plot_loss, plot_spectrum
@@ -118,6 +119,7 @@ __all__ = [
     "certified_scores",
     "dottest",
     "eigsh",
+    "functional_variance",
     "hutchinson_diag",
     "hutchinson_squared_fro",
     "hutchinson_trace",

@@ -50,10 +50,10 @@ class StructuredDataLinearOperator(DataLinearOperator):
     solve = of_structure(StructuredLinearOperator.solve)
     power = of_structure(StructuredLinearOperator.power)
     sample = of_structure(StructuredLinearOperator.sample)
+    damped = of_structure(StructuredLinearOperator.damped)
 
     _has_structure = True
     _scaled = of_structure(StructuredLinearOperator._scaled)
-    _shifted = of_structure(StructuredLinearOperator._shifted)
     _raised = of_structure(StructuredLinearOperator._raised)
     _eigenpairs = of_structure(StructuredLinearOperator._eigenpairs)
 
