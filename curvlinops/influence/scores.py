@@ -76,8 +76,8 @@ def self_scores(
 def functional_variance(J: JacobianLinearOperator, covariance: TorchLinearOperator) -> Tensor:
     """Return the covariance of each sample's outputs, ``J_n covariance J_n^T``, ``[N, C, C]``.
 
-    These are the diagonal blocks of ``J @ covariance @ J.T``. The rows of one batch, and their
-    products, are in memory at a time: take batches of n samples for which ``2 n C D`` numbers fit.
+    These are diagonal blocks of ``J @ covariance @ J.T``. For a batch of n samples, about
+    ``3 n C D`` numbers are in memory at a time.
 
     Args:
         J: The Jacobian of the outputs.
@@ -85,7 +85,7 @@ def functional_variance(J: JacobianLinearOperator, covariance: TorchLinearOperat
 
     Raises:
         ValueError: If the covariance is of other parameters, or batches differ in C.
-        TypeError: If arguments are no such operators, or parameters are sharded.
+        TypeError: If an argument is no such operator, or parameters are sharded.
     """
     if not (isinstance(J, JacobianLinearOperator) and isinstance(covariance, TorchLinearOperator)):
         names = type(J).__name__, type(covariance).__name__

@@ -23,7 +23,6 @@ from curvlinops.linear_operator.vectors import (
     read,
 )
 from curvlinops.support.arguments import (
-    MAPPINGS,
     as_integer,
     changed,
     check_count,
@@ -500,7 +499,7 @@ class TorchLinearOperator(LinearOperator):
         Raises:
             ValueError: If A is not square, or ``delta`` no finite number.
         """
-        if isinstance(delta, MAPPINGS):
+        if isinstance(delta, Mapping):
             raise TypeError(
                 "For a number by parameter, add DiagonalLinearOperator({name: tensor})."
             )

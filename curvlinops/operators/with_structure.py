@@ -34,6 +34,7 @@ class StructuredDataLinearOperator(DataLinearOperator):
 
     __mul__: ClassVar[Combined[StructuredLinearOperator]]  # no options of a dataclass
     __rmul__: ClassVar[Combined[StructuredLinearOperator]]
+    damped: ClassVar[Callable[[Any, Any], StructuredLinearOperator]]
 
     @property
     @abstractmethod
