@@ -66,7 +66,7 @@ def test_scores(name: str, cls: type):
     )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "segmentation", "transformer-tied"])
+@pytest.mark.parametrize("name", [*NAMES, "segmentation"])
 def test_functional_variance(name: str):
     """The diagonal blocks of ``J S J^T``, with the inverses of structures and of a GGN."""
     p = problems.make(name)
@@ -295,8 +295,9 @@ def test_memory_of_variances():
     J = JacobianLinearOperator(model, params, data)
     S = 2.0 * IdentityLinearOperator(J.space)
     expected = 2.0 * J.to_dense().unflatten(0, (80, 5)).square().sum(2)
-    found, peak = LiveBytes().peaks(lambda: functional_variance(J, S))
+    found = functional_variance(J, S)
     torch.testing.assert_close(found.diagonal(dim1=1, dim2=2), expected)
+    _, peak = LiveBytes().peaks(lambda: functional_variance(J, S))
     assert peak <= 4 * (4 * 10 * J.shape[1] + 80 * 25)  # of 400 rows
 
 
