@@ -37,6 +37,7 @@ from curvlinops.algorithms.xtrace import xdiag, xnystrace, xtrace
 from curvlinops.autodiff.parameters import select_parameters
 from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
+from curvlinops.influence.scores import functional_variance
 from curvlinops.landscape import (
     LossAlong,
     by_layer,
@@ -124,6 +125,7 @@ __all__ = [
     "certified_scores",
     "dottest",
     "eigsh",
+    "functional_variance",
     "hutchinson_diag",
     "hutchinson_squared_fro",
     "hutchinson_trace",

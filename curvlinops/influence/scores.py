@@ -10,6 +10,7 @@ from curvlinops.influence.low_rank import LowRankColumns
 from curvlinops.influence.per_sample import PerSampleGradientLinearOperator
 from curvlinops.influence.scoring import ScoredVectors, scoring, sharing, vectors_of
 from curvlinops.linear_operator.operator import TorchLinearOperator
+from curvlinops.operators.jacobian import JacobianLinearOperator
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.base import StructuredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
@@ -67,8 +68,40 @@ def self_scores(
     """
     inverse, out = _damped_inverse(rows, K, relative_damping), rows.codomain.zeros(1)[0]
     for places, gradients in _dense(rows):
-        out[places] = (gradients * (inverse @ gradients.T).T).sum(1).to(out)
+        out[places] = _forms(gradients.unsqueeze(1), inverse)[:, 0, 0].to(out)
     return out
+
+
+@in_default_modes
+def functional_variance(J: JacobianLinearOperator, covariance: TorchLinearOperator) -> Tensor:
+    """Return the covariance of each sample's outputs, ``J_n covariance J_n^T``, ``[N, C, C]``.
+
+    These are diagonal blocks of ``J @ covariance @ J.T``. For a batch of n samples, about
+    ``3 n C D`` numbers are in memory at a time.
+
+    Args:
+        J: The Jacobian of the outputs.
+        covariance: That of the parameters, such as ``K.damped(tau).inverse()``.
+
+    Raises:
+        ValueError: If the covariance is of other parameters, or batches differ in C.
+        TypeError: If an argument is no such operator, or parameters are sharded.
+    """
+    if not (isinstance(J, JacobianLinearOperator) and isinstance(covariance, TorchLinearOperator)):
+        names = type(J).__name__, type(covariance).__name__
+        raise TypeError(f"J must be a JacobianLinearOperator, covariance an operator, got {names}.")
+    J.domain.check_whole("functional variances")
+    J.domain.check_compatible(covariance.domain)
+    forms = [_forms(rows, covariance) for rows in J._by_sample("variances")]
+    if len({x.shape[1:] for x in forms}) > 1:
+        raise ValueError(f"Batches differ in outputs for a sample: {[x.shape[1] for x in forms]}.")
+    return torch.cat(forms)
+
+
+def _forms(rows: Tensor, matrix: TorchLinearOperator) -> Tensor:
+    """Return the products of the rows of each sample, ``[n, C, D]``, with a matrix in between."""
+    products = (matrix @ rows.flatten(0, 1).T).T.view_as(rows)
+    return rows.to(products) @ products.mT
 
 
 def score_batches(

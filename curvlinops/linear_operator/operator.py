@@ -491,7 +491,7 @@ class TorchLinearOperator(LinearOperator):
         return self._add(other)
 
     def damped(self, delta: float) -> "TorchLinearOperator":
-        """Return ``A + delta I``, with structure if A has structure.
+        """Return ``A + delta I``; see ``StructuredLinearOperator`` for operators with structure.
 
         Args:
             delta: The number that is added to the diagonal.
@@ -499,10 +499,14 @@ class TorchLinearOperator(LinearOperator):
         Raises:
             ValueError: If A is not square, or ``delta`` no finite number.
         """
+        if isinstance(delta, Mapping):
+            raise TypeError(
+                "For a number by parameter, add DiagonalLinearOperator({name: tensor})."
+            )
         delta = check_number("delta", delta)
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
-        return self._shifted(delta)
+        return self + delta * PowerLinearOperator(self, 0)
 
     def __neg__(self) -> "TorchLinearOperator":
         return self._scaled(-1.0)
@@ -537,10 +541,6 @@ class TorchLinearOperator(LinearOperator):
 
     def _scaled(self, scalar: float) -> "TorchLinearOperator":
         return ScaledLinearOperator(self, scalar)
-
-    def _shifted(self, scalar: float) -> "TorchLinearOperator":
-        """Return ``A + scalar I``."""
-        return self + scalar * PowerLinearOperator(self, 0)
 
     def _raised(self, exponent: Any) -> "TorchLinearOperator":
         return PowerLinearOperator(self, exponent)

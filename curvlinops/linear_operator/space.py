@@ -370,8 +370,8 @@ def dtype_of_vectors(tensors: Mapping[str, Tensor]) -> torch.dtype:
 def match_names(names: Sequence[str], patterns: Iterable[str], what: str) -> list[str]:
     """Return the names that patterns choose, in the order of the patterns, each once.
 
-    A pattern is a name of a parameter; of a module, which stands for all of its parameters; or a
-    glob for either, such as ``"*.attn.*"``.
+    A pattern is a name of a parameter; of a module (the model's is empty), which stands for all of
+    its parameters; or a glob for either, such as ``"*.attn.*"``.
     """
     chosen = {pattern: _matches(names, pattern) for pattern in patterns}
     if unknown := [pattern for pattern, found in chosen.items() if not found]:
@@ -382,13 +382,21 @@ def match_names(names: Sequence[str], patterns: Iterable[str], what: str) -> lis
     return list(dict.fromkeys(name for found in chosen.values() for name in found))
 
 
+def by_name(given: Mapping[Any, Any], names: Sequence[str], what: str) -> dict[str, Any]:
+    """Return values by name, given by patterns or tuples of these; the narrowest one counts."""
+    keys = {k: match_names(names, k if isinstance(k, tuple) else [k], what) for k in given}
+    order = sorted(keys, key=lambda key: (-len(keys[key]), len(key)))
+    return {name: given[key] for key in order for name in keys[key]}
+
+
 def _matches(names: Sequence[str], pattern: str) -> list[str]:
     if pattern in names:  # which may have brackets
         return [pattern]
     return [
         name
         for name in names
-        if any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
+        if not pattern
+        or any(fnmatchcase(part, pattern) for part in accumulate(name.split("."), "{}.{}".format))
     ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.linear import Linear
 from curvlinops.layers.samples import SampleBackward, SampleGradients
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import Columns, ParameterSpace
 from curvlinops.operators.rows import (
     RowMaps,
     RowSlices,
@@ -65,8 +65,8 @@ class JacobianLinearOperator(RowsLinearOperator):
         with self._batches("gram") as batches:
             numbers = torch.arange(sum(self._lengths), device=self.device)
             pairs = [
-                (merged(gradients.backward(_units(gradients), last=True)), view(numbers))
-                for gradients, view in self._gradients(batches)
+                (merged(x.backward(_units(x), last=True)), _by_output(numbers[rows], x))
+                for x, rows in self._gradients(batches)
             ]
         return self._gram(pairs)
 
@@ -74,32 +74,31 @@ class JacobianLinearOperator(RowsLinearOperator):
     def _row_by_row(self) -> Tensor:
         """Return the matrix from the gradients of all samples at once."""
         dense = self.domain.whole.empty(self.shape[0])
-        out = self.domain.whole.views(dense)
         with self._batches("to_dense") as batches:
-            for gradients, view in self._gradients(batches):
-                units, start = _units(gradients), 0
-                for u in units.split(gradients.vectors_at_once):
-                    some = slice(start, start := start + len(u))
-                    last = start == len(units)
-                    rows = {name: view(x)[some] for name, x in out.items()}
-                    write_rows(gradients.backward(u, last), rows, lambda x: x)
+            for gradients, rows in self._gradients(batches):
+                _write(gradients, self.domain.whole.views(dense[rows]))
         self._check_finite(self.domain.whole.not_finite(dense))
         return dense
 
+    def _by_sample(self, task: str) -> Iterator[Tensor]:
+        """Yield the rows of one batch after the other, by sample, ``[N, C, D]``."""
+        with self._batches(task) as batches:
+            for gradients, _ in self._gradients(batches):
+                rows = self.domain.empty(gradients.output.numel())
+                _write(gradients, self.domain.views(rows))
+                self._check(rows)
+                if len(rows):
+                    yield rows.unflatten(0, (gradients.num_samples, -1))
+
     def _gradients(
         self, batches: Iterable[BatchProblem]
-    ) -> Iterator[tuple[SampleGradients, Callable[[Tensor], Tensor]]]:
-        """Yield each batch's gradients, and what returns its rows, ``[C, N, *]``, of all."""
+    ) -> Iterator[tuple[SampleGradients, slice]]:
+        """Yield each batch's gradients, and which of all rows they are."""
         slices = RowSlices(sum(self._lengths))
         for problem in slices.of(batches):
             backward = problem.rules(SampleBackward, type(self).__name__, False)
             gradients = backward.capture(problem)
-            rows, num = slices.next(gradients.output.numel()), gradients.num_samples
-            sizes = num, (rows.stop - rows.start) // max(num, 1)
-            yield (
-                gradients,
-                lambda x, rows=rows, sizes=sizes: x[rows].unflatten(0, sizes).transpose(0, 1),
-            )
+            yield gradients, slices.next(gradients.output.numel())
 
     @together
     def _spaces(self) -> tuple[ParameterSpace, ParameterSpace, bool]:
@@ -131,6 +130,21 @@ def TransposedJacobianLinearOperator(
     problem = model_func, params, data
     options = progressbar, check_deterministic, num_data, batch_size_fn
     return JacobianLinearOperator(*problem, *options, cache=cache, chunk_size=chunk_size).T
+
+
+def _write(gradients: SampleGradients, out: Columns) -> None:
+    """Write the rows of a batch to ``{name: [M, *shape]}``."""
+    units, start = _units(gradients), 0
+    for u in units.split(gradients.vectors_at_once):
+        some = slice(start, start := start + len(u))
+        rows = {name: _by_output(x, gradients)[some] for name, x in out.items()}
+        write_rows(gradients.backward(u, last=start == len(units)), rows, lambda x: x)
+
+
+def _by_output(rows: Tensor, gradients: SampleGradients) -> Tensor:
+    """Return the rows of a batch, ``[M, *]``, as those of N samples' C outputs, ``[C, N, *]``."""
+    num = gradients.num_samples
+    return rows.unflatten(0, (num, len(rows) // max(num, 1))).transpose(0, 1)
 
 
 def _units(gradients: SampleGradients) -> Tensor:

@@ -34,6 +34,7 @@ class StructuredDataLinearOperator(DataLinearOperator):
 
     __mul__: ClassVar[Combined[StructuredLinearOperator]]  # no options of a dataclass
     __rmul__: ClassVar[Combined[StructuredLinearOperator]]
+    damped: ClassVar[Callable[[Any, Any], StructuredLinearOperator]]
 
     @property
     @abstractmethod
@@ -50,10 +51,10 @@ class StructuredDataLinearOperator(DataLinearOperator):
     solve = of_structure(StructuredLinearOperator.solve)
     power = of_structure(StructuredLinearOperator.power)
     sample = of_structure(StructuredLinearOperator.sample)
+    damped = of_structure(StructuredLinearOperator.damped)
 
     _has_structure = True
     _scaled = of_structure(StructuredLinearOperator._scaled)
-    _shifted = of_structure(StructuredLinearOperator._shifted)
     _raised = of_structure(StructuredLinearOperator._raised)
     _eigenpairs = of_structure(StructuredLinearOperator._eigenpairs)
 

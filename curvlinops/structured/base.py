@@ -1,6 +1,6 @@
 """The methods of all matrices with structure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import matmul
 from pathlib import Path
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from curvlinops.linear_operator.operator import Combined, PowerLinearOperator, TorchLinearOperator
-from curvlinops.linear_operator.space import ParameterSpace
+from curvlinops.linear_operator.space import ParameterSpace, by_name
 from curvlinops.structured.factor import Factor
 from curvlinops.structured.linalg import signed_logarithm
-from curvlinops.support.arguments import as_device, check_count, check_number
+from curvlinops.support.arguments import MAPPINGS, as_device, check_count, check_number
 from curvlinops.support.files import pack, write
 from curvlinops.support.rng import read_generator
 from curvlinops.support.torch_modes import in_default_modes
@@ -95,6 +95,36 @@ class StructuredLinearOperator(TorchLinearOperator):
         return self.eigh().eigenvalues.sort().values
 
     # --- functions of the operator
+
+    @in_default_modes
+    def damped(self, delta: float | Tensor | Mapping[Any, Any]) -> "StructuredLinearOperator":
+        """Return the sum with a multiple of the identity, or with a number for each parameter.
+
+        Args:
+            delta: The number that is added to the diagonal; or numbers by the names of parameters,
+                of modules, globs, or tuples of these, as in ``{"*": 0.1, "head": 10.0}``. The key
+                that names the fewest parameters counts. Those of one block, such as a weight and
+                its bias, need one number. Tensors that require gradients are taken: ``logdet`` is
+                differentiable in them, and there are no products.
+
+        Raises:
+            ValueError: If a number is not finite or missing, a name is unknown, or a block has two.
+        """
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
+        given, is_on = (
+            delta if isinstance(delta, MAPPINGS) else {"*": delta},
+            torch.is_grad_enabled(),
+        )
+        followed = {
+            key: x for key, x in given.items() if is_on and getattr(x, "requires_grad", False)
+        }
+        with torch.no_grad():
+            plain = {key: check_number("delta", x) for key, x in given.items()}
+        numbers = by_name(plain | followed, self.domain.names, "delta")
+        if missing := [name for name in self.domain.names if name not in numbers]:
+            raise ValueError(f"delta has no number for {missing}; for the rest, add {{'*': 0.0}}.")
+        return DampedLinearOperator(self, numbers) if followed else self._shifted_by(numbers)
 
     @in_default_modes
     def eigh(self) -> "StructuredLinearOperator":
@@ -301,6 +331,16 @@ class StructuredLinearOperator(TorchLinearOperator):
         """Return ``A + scalar I``."""
         raise self._lacks("sum with the identity")
 
+    def _shifted_by(self, numbers: Mapping[str, Any]) -> "StructuredLinearOperator":
+        """Return the sum with a number for each parameter."""
+        different = set(numbers.values())  # tensors are equal if they are the same
+        if len(different) > 1:
+            raise ValueError(
+                f"{', '.join(map(repr, numbers))} have one block, which needs one number, got "
+                f"{[*numbers.values()]}. Name them by one key: their module, or a tuple of names."
+            )
+        return self._shifted(float(different.pop()))
+
     def _added(self, other: "StructuredLinearOperator") -> "StructuredLinearOperator | None":
         """Return the sum with another operator if that has structure, else None."""
         return None
@@ -366,3 +406,31 @@ class StructuredLinearOperator(TorchLinearOperator):
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+
+class DampedLinearOperator(StructuredLinearOperator):
+    """The sum with a number for each parameter. Its determinant is differentiable in these."""
+
+    def __init__(self, operator: StructuredLinearOperator, numbers: Mapping[str, Any]):
+        with torch.no_grad():
+            self._sum, self._numbers = operator._shifted_by(numbers), numbers
+        super().__init__(operator.domain, operator.self_adjoint)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        self._need_symmetry("A determinant")
+        # those of a block have the places of its entries
+        sums = self.domain.split(self._sum._eigh(accurate=True).eigenvalues)
+        for name, number in self._numbers.items():
+            if isinstance(number, Tensor):
+                number = number.reshape(()).to(sums[name])
+                sums[name] = sums[name] + (number - number.detach())
+        return signed_logarithm(self.domain.join(sums))
+
+    def _apply(self, columns: Tensor) -> Tensor:
+        raise self._lacks("products")
+
+    def _lacks(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"The damping requires gradients: the operator has logdet() and det(), but no {what}. "
+            "For everything else pass numbers .detach(), or use torch.no_grad()."
+        )

@@ -147,9 +147,11 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             return tuple(stacks), space, self._layouts, self.ranks
         return dict(zip(self._names, stacks, strict=True)), space, None, self.ranks
 
-    def _with(self, stacks: Iterable[Any]) -> "BlockDiagonalLinearOperator":
-        """Return the operator with other blocks on the same parameters."""
-        return BlockDiagonalLinearOperator(*self._arguments_with(stacks, self.domain))
+    def _with(self, blocks: Sequence[Any]) -> "BlockDiagonalLinearOperator":
+        """Return the operator with other blocks, or stacks of them, on the same parameters."""
+        if len(blocks) == len(self._stacks):
+            return BlockDiagonalLinearOperator(*self._arguments_with(blocks, self.domain))
+        return BlockDiagonalLinearOperator(blocks, self.domain, self.layouts, self.ranks)
 
     def _each(self, function: Callable[[StructuredLinearOperator], Any]) -> list[Any]:
         """Return the results of a function of all blocks, of equal ones together.
@@ -306,6 +308,12 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _shifted(self, scalar: float) -> "BlockDiagonalLinearOperator":
         return self._map(lambda block: block._shifted(scalar))
 
+    def _shifted_by(self, numbers: Mapping[str, Any]) -> StructuredLinearOperator:
+        if self.domain.is_flat or len(set(numbers.values())) == 1:
+            return super()._shifted_by(numbers)
+        own = ({x.name: numbers[x.name] for x in layout.views} for layout in self.layouts)
+        return self._with([b._shifted_by(some) for b, some in zip(self, own, strict=True)])
+
     def _transposed(self) -> "BlockDiagonalLinearOperator":
         return self._map(lambda block: block._adjoint())
 
@@ -335,11 +343,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
             return None
         # one by one: sums of stacks would have the limits of large matrices
         blocks = [function(*pair) for pair in zip(self, other, strict=True)]
-        if any(block is None for block in blocks):
-            return None
-        if len(blocks) == len(self._stacks):
-            return self._with(blocks)
-        return BlockDiagonalLinearOperator(blocks, self.domain, self.layouts)
+        return None if any(block is None for block in blocks) else self._with(blocks)
 
 
 class RemoteLinearOperator(StructuredLinearOperator):

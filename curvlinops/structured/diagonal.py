@@ -62,6 +62,12 @@ class DiagonalLinearOperator(KnownEigenvalues):
     def _has_eigenvectors_of(self, other: StructuredLinearOperator) -> bool:
         return isinstance(other, DiagonalLinearOperator)
 
+    def _shifted_by(self, numbers: Mapping[str, Any]) -> StructuredLinearOperator:
+        if self.domain.is_flat:
+            return super()._shifted_by(numbers)
+        parts = self.domain.split(self.eigenvalues)
+        return self.with_eigenvalues(self.domain.join({n: parts[n] + numbers[n] for n in parts}))
+
     def _apply(self, columns: Tensor) -> Tensor:
         return columns * self.eigenvalues
 

@@ -105,8 +105,8 @@ def without_graph(x: Any, name: str) -> Any:
     parts = x.values() if isinstance(x, MAPPINGS) else x if isinstance(x, LISTS) else [x]
     if any(isinstance(part, Tensor) and is_differentiated(part) for part in parts):
         raise ValueError(
-            f"{name} requires gradients, but only products A @ v are differentiated, and only with "
-            "respect to the vector. Pass it as .detach(), or use torch.no_grad()."
+            f"{name} requires gradients, but only products A @ v have derivatives, in v, and "
+            "A.damped(c).logdet(), in c. Pass it as .detach(), or use torch.no_grad()."
         )
     return x
 

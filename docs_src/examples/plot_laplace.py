@@ -20,7 +20,8 @@ estimates the evidence, which chooses the prior precision without held-out data:
 (MacKay, *A practical Bayesian framework for backpropagation networks*, Neural Computation 1992).
 For large networks :math:`G` is replaced by Kronecker-factored approximate curvature (KFAC; Ritter
 et al., *A scalable Laplace approximation for neural networks*, ICLR 2018). Inverse, determinant and
-samples are methods of structured operators. We compare the exact GGN and KFAC on two moons.
+samples are methods of structured operators. We compare the exact GGN and KFAC on two moons, and
+tune a prior precision for each layer.
 """
 
 import time
@@ -112,18 +113,13 @@ approximations = {"GGN": exact, "KFAC": kfac}
 # prior precision, the optimizer finds modes of different quality.
 
 
-def posterior_precision(A: TorchLinearOperator, tau: float) -> TorchLinearOperator:
-    """Return the GGN, or an approximation of it, plus the prior's; it keeps its structure."""
-    return A.damped(tau)
-
-
 @torch.no_grad()
 def log_evidence(model: nn.Module, A: TorchLinearOperator, tau: float) -> float:
     """Return the evidence, given the GGN or an approximation of it."""
     theta = nn.utils.parameters_to_vector(model.parameters())
     log_likelihood = -loss_func(model(X), y)
     log_prior = -tau / 2 * theta.square().sum() + len(theta) / 2 * log(tau)
-    return (log_likelihood + log_prior - posterior_precision(A, tau).logdet() / 2).item()
+    return (log_likelihood + log_prior - A.damped(tau).logdet() / 2).item()
 
 
 exponents = [-2, -1.5, -1, -0.75, -0.5, -0.25, 0, 0.5, 1]
@@ -160,6 +156,46 @@ for ax in axes:
 fig.savefig("laplace_evidence.png", dpi=150)
 
 # %%
+# A precision for each layer
+# --------------------------
+#
+# The evidence can choose many precisions at once, here one for each layer. The log-determinant is
+# differentiable in them, so that an optimizer finds them for a given mode. KFAC is decomposed only
+# once, and an evaluation takes milliseconds. The page on Laplace approximations compares such a
+# loop with laplace-torch: both find the same precisions and the same evidence.
+
+
+def tune(model: nn.Module, A: KFACLinearOperator, tau: float) -> dict[tuple[str, ...], float]:
+    """Return the precision of each block that has the most evidence, starting from one for all."""
+    theta = A.space.split(nn.utils.parameters_to_vector(model.parameters()).detach())
+    logs = {
+        names: torch.tensor(log(tau), dtype=torch.float64, requires_grad=True) for names in A.blocks
+    }
+    tuner = torch.optim.LBFGS(logs.values(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def negative_log_evidence() -> torch.Tensor:
+        tuner.zero_grad()
+        taus = {names: x.exp() for names, x in logs.items()}
+        loss = A.damped(taus).logdet() / 2  # differentiable in the precisions
+        for names, x in logs.items():
+            for some in (theta[name] for name in names):
+                loss = loss + (taus[names] * some.square().sum() - x * some.numel()) / 2
+        loss.backward()
+        return loss
+
+    start = negative_log_evidence().item()
+    tuner.step(negative_log_evidence)
+    gain = start - negative_log_evidence().item()
+    assert gain > 0
+    print(f"{gain:.1f} more log evidence than with {tau:.2f} for all:")
+    return {names: x.exp().item() for names, x in logs.items()}
+
+
+model = find_mode(best["KFAC"])
+layers = tune(model, kfac(model), best["KFAC"])
+print(", ".join(f"{names[0].split('.')[0]}: {value:.2f}" for names, value in layers.items()))
+
+# %%
 # Predictions
 # -----------
 #
@@ -181,7 +217,7 @@ num_draws = 300
 def draw_outputs(A: TorchLinearOperator, inputs: torch.Tensor) -> torch.Tensor:
     """Return draws of the network's outputs, a column for each."""
     generator = torch.Generator().manual_seed(0)
-    s = posterior_precision(A, tau).inverse().sample(generator, num_draws)
+    s = A.damped(tau).inverse().sample(generator, num_draws)
     J = JacobianLinearOperator(model, params, [(inputs, None)])
     return model(inputs) + J @ s
 

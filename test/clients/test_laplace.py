@@ -10,7 +10,12 @@ from problems import Problem
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from curvlinops import FisherType, KFACLinearOperator
+from curvlinops import (
+    FisherType,
+    JacobianLinearOperator,
+    KFACLinearOperator,
+    functional_variance,
+)
 
 laplace = pytest.importorskip("laplace", reason="laplace-torch is not installed")
 backends = pytest.importorskip("laplace.curvature.curvlinops")
@@ -72,14 +77,16 @@ def _fit(p: Problem, likelihood: str, **options: Any) -> Any:
     return fitted
 
 
+def _log_likelihood(p: Problem, likelihood: str) -> Tensor:
+    value = -FACTORS[likelihood] * reference.loss_value(p)
+    return value - (likelihood == "regression") * N * C * math.log(math.sqrt(2 * math.pi))
+
+
 def _evidence(p: Problem, H: Tensor, likelihood: str) -> Tensor:
     """Return the log evidence, given the Hessian of the negative log-likelihood."""
     theta = nn.utils.parameters_to_vector(p.params).detach()
-    value = -FACTORS[likelihood] * reference.loss_value(p)
-    if likelihood == "regression":
-        value -= N * C * math.log(math.sqrt(2 * math.pi))
     ratio = torch.linalg.slogdet(H / PRIOR + torch.eye(len(H), dtype=H.dtype)).logabsdet
-    return value - 0.5 * (ratio + PRIOR * theta @ theta)
+    return _log_likelihood(p, likelihood) - 0.5 * (ratio + PRIOR * theta @ theta)
 
 
 def _options(structure: str, backend: str) -> dict[str, Any]:
@@ -131,6 +138,32 @@ def test_predictive(structure: str, likelihood: str):
     mean, variance = fitted._glm_predictive_distribution(p.data[0][0])
     torch.testing.assert_close(mean, p.model(p.data[0][0]).detach())
     torch.testing.assert_close(variance, J @ torch.linalg.solve(P, J.mT))
+
+
+@pytest.mark.parametrize("likelihood", LOSSES)
+@pytest.mark.parametrize("model", MODELS)
+def test_precisions_by_parameter(model: str, likelihood: str):
+    """The client's evidence, its derivatives, and variances, by a damped structure."""
+    p = _problem(model, likelihood)
+    fitted = _fit(p, likelihood, **_options("kron", "CurvlinopsGGN"))
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type=FisherType.TYPE2)
+    K, theta = FACTORS[likelihood] * K, nn.utils.parameters_to_vector(p.params).detach()
+    logs = torch.linspace(-1, 1, len(K.blocks), dtype=torch.float64).requires_grad_()
+    taus = dict(zip(K.space.names, logs.exp(), strict=True))
+    prior = sum(
+        taus[name] * x.square().sum() - x.numel() * taus[name].log()
+        for name, x in K.space.split(theta).items()
+    )
+    own = _log_likelihood(p, likelihood) - (prior + K.damped(taus).logdet()) / 2
+    expected = fitted.log_marginal_likelihood(logs.exp())
+    torch.testing.assert_close(own, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, logs)[0] for x in (own, expected)))
+    fitted.prior_precision, X = logs.exp().detach(), p.data[0][0]
+    _, variance = fitted._glm_predictive_distribution(X)
+    with torch.no_grad():
+        S = K.damped(taus).inverse()
+    J = JacobianLinearOperator(p.model, p.params, [(X[:4], None), (X[4:], None)])
+    torch.testing.assert_close(functional_variance(J, S), variance)
 
 
 @pytest.mark.parametrize("likelihood", LOSSES)

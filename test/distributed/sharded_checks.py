@@ -285,6 +285,7 @@ def products_with_whole_parameters(w: Both) -> None:
     local = curvlinops.SubmatrixLinearOperator(J.T, ["head.weight"], range(J.shape[0]))
     found = local @ torch.ones(J.shape[0]).double()
     torch.testing.assert_close(found, product[list(w.p.params).index("head.weight")].flatten())
+    refuses(TypeError, "no process has functional", curvlinops.functional_variance, J, J.T @ J)
 
 
 @worlds("replicas")

@@ -185,6 +185,7 @@ def algebra_of_factors(w: Both, case: str) -> None:
             lambda A: A.inverse(0.1, use_exact_damping=True),
             lambda A: A.inverse(0.1, use_heuristic_damping=case == "kfac"),
             lambda A: A.damped(0.1).power(0.5),
+            lambda A: A.damped({"*": 0.1, A.report()[-1].names: 0.3}).inverse(),
             lambda A: 2 * A + A.inverse(0.3),
             lambda A: A.inverse(0.3).T @ A,
         ):

@@ -91,6 +91,8 @@ assert_type(J.gram(), Tensor)
 assert_type(K.inverse(damping=1e-3), c.KFACInverseLinearOperator)
 assert_type(c.KFACInverseLinearOperator(EK, damping=(1e-3, 1e-2)) @ v, Tensor)
 assert_type(K.logdet(), Tensor)
+assert_type(K.damped({"*": 0.1, "0": torch.ones(())}).logdet(), Tensor)
+assert_type(c.functional_variance(J, K.damped(0.1).inverse()), Tensor)
 assert_type(2 * K, c.StructuredLinearOperator)
 assert_type(K.sample(seed=0), Tensor)
 assert_type(

@@ -16,12 +16,16 @@ from problems import Problem
 from torch import Tensor, nn
 
 from curvlinops import (
+    CGInverseLinearOperator,
     DiagonalLinearOperator,
     EKFACLinearOperator,
     GGNLinearOperator,
     IdentityLinearOperator,
+    JacobianLinearOperator,
     KFACLinearOperator,
+    KroneckerProductLinearOperator,
     PerSampleGradientLinearOperator,
+    functional_variance,
     load,
     write_factors,
 )
@@ -60,6 +64,25 @@ def test_scores(name: str, cls: type):
     torch.testing.assert_close(
         preconditioned(rows, K), preconditioned(rows, K, 0.1), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("name", [*NAMES, "segmentation"])
+def test_functional_variance(name: str):
+    """The diagonal blocks of ``J S J^T``, with the inverses of structures and of a GGN."""
+    p = problems.make(name)
+    dense, J = reference.jacobian(p), CASES["jacobian"].build(p)
+    num = J.codomain.shapes[""][0]
+    G, K = CASES["ggn"].build(p).damped(1.0), ekfac_of(p).damped({"*": 0.5}).inverse()
+    eye = torch.eye(len(dense.T), dtype=torch.float64)
+    inverse = torch.linalg.inv(reference.ggn(p) + eye)
+    for S, matrix in (
+        (K, K.to_dense()),
+        (KroneckerProductLinearOperator(K.to_dense()), K.to_dense()),  # on plain vectors
+        (CGInverseLinearOperator(G, rtol=1e-10), inverse),
+    ):
+        whole = (dense @ matrix.double() @ dense.T).unflatten(0, (num, -1)).unflatten(2, (num, -1))
+        expected = torch.stack([whole[n, :, n] for n in range(num)])
+        assert error(functional_variance(J, S), expected) <= 100 * p.tolerance
 
 
 @pytest.mark.parametrize("rank", [None, 100])
@@ -309,6 +332,20 @@ def test_memory_of_scores():
     assert peak <= 0.5 * 4 * 320 * 500  # half of all scores
 
 
+def test_memory_of_variances():
+    """The rows of one batch are in memory at a time, and their products."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5))
+    data, params = [(torch.randn(2, 30), None) for _ in range(40)], list(model.parameters())
+    J = JacobianLinearOperator(model, params, data)
+    S = 2.0 * IdentityLinearOperator(J.space)
+    expected = 2.0 * J.to_dense().unflatten(0, (80, 5)).square().sum(2)
+    found = functional_variance(J, S)
+    torch.testing.assert_close(found.diagonal(dim1=1, dim2=2), expected)
+    _, peak = LiveBytes().peaks(lambda: functional_variance(J, S))
+    assert peak <= 4 * (4 * 10 * J.shape[1] + 80 * 25)  # of 400 rows
+
+
 def test_changed_data():
     p = problems.make("mlp-ce-mean")
     data = [*p.data]
@@ -331,6 +368,13 @@ def test_error_in_a_batch():
     assert "batch 1" in "".join([str(caught.value), *caught.value.__notes__])
 
 
+def unequal_outputs() -> JacobianLinearOperator:
+    """Sequences of other lengths in each batch."""
+    model = nn.Linear(3, 2)
+    data = [(torch.randn(2, length, 3), None) for length in (3, 2)]
+    return JacobianLinearOperator(model, list(model.parameters()), data)
+
+
 REFUSED = {
     "no gradients": (lambda p, r, P: preconditioned(ekfac_of(p), ekfac_of(p)), TypeError, "PerS"),
     "no gradients, top": (lambda p, r, P: top_scores(ekfac_of(p), P, 1), TypeError, "PerSample"),
@@ -343,6 +387,30 @@ REFUSED = {
         lambda p, r, P: self_scores(r, ekfac_of(problems.make("cnn"))),
         ValueError,
         "K has other parameters",
+    ),
+    "variance of gradients": (
+        lambda p, r, P: functional_variance(r, ekfac_of(p)),
+        TypeError,
+        "J must be a JacobianLinearOperator.*PerSample",
+    ),
+    "variance by a matrix": (
+        lambda p, r, P: functional_variance(CASES["jacobian"].build(p), P @ P.T),
+        TypeError,
+        "covariance an operator.*Tensor",
+    ),
+    "variance of another model": (
+        lambda p, r, P: functional_variance(
+            CASES["jacobian"].build(p), ekfac_of(problems.make("cnn"))
+        ),
+        ValueError,
+        "spaces of dimension",
+    ),
+    "variance of unequal batches": (
+        lambda p, r, P: functional_variance(
+            unequal := unequal_outputs(), 1.0 * unequal.T @ unequal
+        ),
+        ValueError,
+        r"Batches differ in outputs for a sample: \[6, 4\]",
     ),
     "damping": (
         lambda p, r, P: preconditioned(r, ekfac_of(p), -0.1),

@@ -431,6 +431,7 @@ OTHER_SHAPES = ParameterSpace(SHAPES | {"weight": (3, 2)}, DOUBLE)
         (lambda: J.damped(0.1), ValueError, r"damped, got shape \(4, 9\)"),
         (lambda: A.damped("much"), ValueError, "delta must be a finite number"),
         (lambda: A.damped(float("inf")), ValueError, "delta must be a finite number"),
+        (lambda: J.damped({"*": 0.1}), TypeError, "add DiagonalLinearOperator"),
         (lambda: A + 0.1, TypeError, r"A.damped\(c\)"),
         (lambda: dense(0, OTHER_ORDER) ** 2, ValueError, "another order"),
         (lambda: A**0.5, ValueError, "integer >= 0"),

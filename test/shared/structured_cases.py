@@ -245,6 +245,13 @@ def root(M: Tensor, exponent: float) -> Tensor:
     return vectors * values**exponent @ vectors.T
 
 
+def slopes(op: StructuredLinearOperator) -> Tensor:
+    """Return two derivatives of the log-determinant in a damping."""
+    number = torch.full((), 0.1, dtype=op.torch_dtype, requires_grad=True)
+    first = torch.autograd.grad(op.damped(number).logdet(), number, create_graph=True)[0]
+    return torch.stack([first.detach(), *torch.autograd.grad(first, number)])
+
+
 #: What is asked of an operator, and of its matrix.
 QUANTITIES = {
     "product": (lambda op: op @ eye(op.shape[0]), lambda M: M),
@@ -262,6 +269,15 @@ QUANTITIES = {
     "diagonal of eigh": (lambda op: op.eigh().diagonal(), lambda M: M.diag()),
     "inverse": (lambda op: op.inverse().to_dense(), lambda M: M.inverse()),
     "damped": (lambda op: op.damped(0.1).to_dense(), lambda M: M + 0.1 * eye(len(M))),
+    "slopes": (
+        slopes,
+        lambda M: torch.stack(
+            [
+                (M + 0.1 * eye(len(M))).inverse().trace(),
+                -((M + 0.1 * eye(len(M))).inverse() ** 2).sum(),
+            ]
+        ),
+    ),
     "damped inverse": (
         lambda op: op.inverse(0.1).to_dense(),
         lambda M: (M + 0.1 * eye(len(M))).inverse(),

@@ -38,6 +38,7 @@ from structured_cases import (
     one_block,
     positive,
     randn,
+    sliced,
     stacked,
     weight_and_bias,
 )
@@ -686,6 +687,64 @@ def test_blocks_of_other_entries_are_not_combined_block_by_block(combine: Callab
         torch.testing.assert_close(found.to_dense(), expected)
 
 
+def diagonal_by_name() -> tuple[StructuredLinearOperator, Tensor]:
+    return Diag({"w0": a, "w1": b}), torch.cat([a, b]).diag()
+
+
+#: What is added to the diagonal, and the keys that count for the parameters, in their order.
+NUMBERS = {
+    "diagonal": (diagonal_by_name, {"w1": 2.0, "*": 0.3}, ["*", "w1"]),
+    "joint block": (weight_and_bias, {"": 0.3}, ["", ""]),
+    "several blocks": (sliced, {"*": 1.0, ("weight", "bias"): 0.3}, [("weight", "bias")] * 2),
+    "network": (
+        network,
+        {"*": 0.3, ("weight", "bias"): 2.0, "norm": 0.7, "conv": 0.1},
+        [("weight", "bias"), "norm", "*", ("weight", "bias"), "conv"],
+    ),
+    "stack": (stacked, {"*": 0.3, ("w1", "b1"): 2.0}, [*"**", *[("w1", "b1")] * 2, *"***"]),
+    "uneven stack": (
+        lambda: stacked(3),
+        {("w1", "b1"): 2.0, "*": 0.3, "gap": 0.7},
+        ["*", "*", ("w1", "b1"), ("w1", "b1"), "gap", "*", "*"],
+    ),
+    "plain": (ALL["blocks"], {"*": 0.3}, ["*"]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_by_parameter(name: str):
+    make, given, keys = NUMBERS[name]
+    operator, matrix = make()
+    numbers = {key: torch.tensor(x).double().requires_grad_() for key, x in given.items()}
+    entries = operator.space.split(torch.ones(len(matrix), dtype=DOUBLE)).values()
+    added = [numbers[key] * x.flatten() for key, x in zip(keys, entries, strict=True)]
+    total = matrix + torch.cat(added).diag()
+    logdet, expected = operator.damped(numbers).logdet(), torch.logdet(total)
+    torch.testing.assert_close(logdet, expected)
+    slopes = (
+        torch.autograd.grad(x, numbers.values(), allow_unused=True) for x in (logdet, expected)
+    )
+    for found, slope in zip(*slopes, strict=True):
+        assert found is slope is None or torch.allclose(found, slope)
+    damped = operator.damped(given)
+    for quantity in ("product", "inverse", "logdet", "trace", "diagonal", "power -0.3"):
+        compute, of_matrix = QUANTITIES[quantity]
+        torch.testing.assert_close(compute(damped), of_matrix(total.detach()))
+
+
+def test_what_is_not_differentiated_in_the_damping_is_refused():
+    operator = network()[0].damped({"*": torch.tensor(0.1).double().requires_grad_()})
+    for name, (quantity, _) in QUANTITIES.items():
+        if name not in ("det", "logdet"):
+            with pytest.raises((NotImplementedError, ValueError), match="requires gradients"):
+                quantity(operator)
+    for use in (lambda: 2 * operator, lambda: operator.sample(seed=0), operator.frobenius_norm):
+        with pytest.raises(NotImplementedError, match=r"logdet\(\) and det\(\), but no .*no_grad"):
+            use()
+    with pytest.raises(NotImplementedError, match="cannot be saved"):
+        operator.state_dict()
+
+
 def test_equal_blocks():
     operator, dense = stacked(3)
     names = [("w0", "b0"), ("w1", "b1"), ("gap",), ("w2", "b2")]
@@ -792,6 +851,19 @@ ERRORS = [
     (lambda: Sum([Kron(A, B), Kron(B, A)]), "equal sizes"),
     (lambda: Sum([Kron(GA, GA), Kron(B, B)]), "numbers of groups"),
     (lambda: Sum([ONE, TWO], 11).inverse(0.1), "max_dense_dim=11.*factors diagonal.*iteratively"),
+    (lambda: weight_and_bias()[0].damped({"bias": 0.1}), r"no number for \['weight'\].*'\*': 0"),
+    (
+        lambda: weight_and_bias()[0].damped({"": 0.1, "bias": 0.2}),
+        "'weight', 'bias' have one block",
+    ),
+    (
+        lambda: network()[0].eigh().damped({"*": 0.1, "norm": 1.0}),
+        "have one block.*a tuple of names",
+    ),
+    (lambda: weight_and_bias()[0].damped({"head": 0.1}), r"unknown names \['head'\]"),
+    (lambda: Kron(A).damped({"*": float("nan")}), "delta must be a finite number"),
+    (lambda: Kron(A).damped(torch.tensor(torch.inf).requires_grad_()), "must be a finite number"),
+    (lambda: Kron(randn(2, 3)).damped(0.1), "Only square operators"),
     (lambda: Kron(A) + Diag(b), "cannot be added"),
     (lambda: Kron(A) @ Diag(b), "cannot be multiplied"),
 ]

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from curvlinops.linear_operator.space import by_name
 from curvlinops.losses import Loss
-from curvlinops.support.arguments import check_choice, nearest
+from curvlinops.support.arguments import check_choice
 from curvlinops.support.files import recorded
 
 
@@ -112,13 +113,6 @@ def reduced_parameters(kfac_approx: object, names: list[str]) -> frozenset[str]:
     if not isinstance(kfac_approx, Mapping):
         reduce = check_choice("kfac_approx", kfac_approx, KFACType) is KFACType.REDUCE
         return frozenset(names if reduce else ())
-    chosen: dict[str, KFACType] = {}
-    for key in sorted(kfac_approx, key=len):  # a submodule's setting overrides its parent's
-        value = check_choice(f"kfac_approx[{key!r}]", kfac_approx[key], KFACType)
-        matching = [
-            name for name in names if name == key or name.startswith(f"{key}.") or key == ""
-        ]
-        if not matching:
-            raise ValueError(f"kfac_approx has an unknown name '{key}'. {nearest(key, names)}")
-        chosen |= dict.fromkeys(matching, value)
+    values = {k: check_choice(f"kfac_approx[{k!r}]", x, KFACType) for k, x in kfac_approx.items()}
+    chosen = by_name(values, names, "kfac_approx")
     return frozenset(name for name, value in chosen.items() if value is KFACType.REDUCE)
