@@ -106,7 +106,7 @@ class SampleGradients:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
         # more is not faster, except for many small layers
-        room = min(max(BYTES // 2, len(self.uses) * _LARGE), BYTES)
+        room = min(max(3 * BYTES // 4, len(self.uses) * _LARGE), BYTES)
         return max(room // max(size, 1), 1)
 
     def split(
