@@ -128,7 +128,7 @@ class OuterProducts(FactoredGradient):
         if self.x.prefers_convolution(self.g):
             return super().sum_over_samples()
         x = self.x.by_image()  # whose patches fit the memory
-        g = self.g.reshape(-1, *x.shape[:2], *self.g.shape[3:])
+        g = self.g.reshape(len(self.g), *x.shape[:2], *self.g.shape[3:])
         sums = (
             torch.einsum("vnsgo,nsgi->vgoi", g[:, some], x[some])
             for some in chunks(len(g[0]), 16 * prod(x.shape[1:]))  # both factors are copied
