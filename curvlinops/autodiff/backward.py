@@ -46,7 +46,8 @@ def vjp(
             name: outputs[name]
             for name in cotangents
             # an output that does not depend on anything has derivative zero
-            if isinstance(outputs[name], GradientEdge) or getattr(outputs[name], "requires_grad", 0)
+            if isinstance(outputs[name], GradientEdge)
+            or getattr(outputs[name], "requires_grad", False)
         }
         if not starts or not inputs:
             return dict.fromkeys(inputs)

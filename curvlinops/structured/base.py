@@ -112,13 +112,10 @@ class StructuredLinearOperator(TorchLinearOperator):
         """
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only square operators can be damped, got shape {self.shape}.")
-        given, is_on = (
-            delta if isinstance(delta, MAPPINGS) else {"*": delta},
-            torch.is_grad_enabled(),
-        )
-        followed = {
-            key: x for key, x in given.items() if is_on and getattr(x, "requires_grad", False)
-        }
+        given = delta if isinstance(delta, MAPPINGS) else {"*": delta}
+        followed = {}
+        if torch.is_grad_enabled():
+            followed = {key: x for key, x in given.items() if getattr(x, "requires_grad", False)}
         with torch.no_grad():
             plain = {key: check_number("delta", x) for key, x in given.items()}
         numbers = by_name(plain | followed, self.domain.names, "delta")
