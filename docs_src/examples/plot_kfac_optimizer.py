@@ -10,7 +10,7 @@ convolutional network with batch normalization and dropout, and ask:
 - How many steps does KFAC save, compared with tuned SGD and AdamW?
 - Does it save time, too?
 
-The page :doc:`/kfac_optimizer` explains the recipe.
+The page :doc:`/optimizers` explains the recipe.
 """
 
 import time

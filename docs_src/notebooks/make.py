@@ -33,6 +33,8 @@ NAMES = [
     "lora_gpt2",
     "long_sequences",
     "resnet_training",
+    "attribution_quality",
+    "pruning",
 ]
 
 
