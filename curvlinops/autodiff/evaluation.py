@@ -73,14 +73,14 @@ class Evaluation:
             yield self
 
     def of_graph(
-        self, runs_python: bool
+        self, runs_python: Callable[[], bool]
     ) -> tuple[Callable[[], AbstractContextManager], tuple[Tensor, ...]]:
         """Return the context for backward passes, and the tensors that it keeps in memory.
 
         It is ``active``, with its copies of buffers, if these run the user's code, or the model is
         a closure; else nothing.
         """
-        if runs_python or not self._model.substitutable:
+        if not self._model.substitutable or runs_python():
             return self.active, self._modules.copies
         return nullcontext, ()
 

@@ -72,7 +72,7 @@ class RecordedBatch:
         self.output = output
         self.graph, self.nodes = graphs.find(problem.batch.X, output, self._leaves)
         # checkpoints compute again what they have saved, when it is read or differentiated
-        self._context, _ = self._evaluation.of_graph(self.graph.runs_python)
+        self._context, _ = self._evaluation.of_graph(lambda: self.graph.runs_python)
         #: The number of samples, and the batch's weight. Who records the batch sets them.
         self.num_samples, self.weight = 0, output.new_zeros(())
         #: Whether the last backward pass has freed the graph.

@@ -260,7 +260,7 @@ def _by_columns(
 
 def _kept(evaluation: Evaluation, product: Linear) -> Linear:
     """Return a product that enters the context that its graph needs."""
-    context, copies = evaluation.of_graph(runs_python(graph_nodes(*product.tensors)))
+    context, copies = evaluation.of_graph(lambda: runs_python(graph_nodes(*product.tensors)))
 
     def apply(V: Any, out: Columns) -> Any:
         with context():

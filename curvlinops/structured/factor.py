@@ -1,13 +1,15 @@
 """Factors of Kronecker products: a dense or diagonal matrix for each of G groups."""
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, reduce
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops.structured.linalg import (
+    are_large,
     cholesky_inverse,
     eigenpairs,
     has_scales,
@@ -164,11 +166,11 @@ class Factor:
 
     # --- functions of symmetric matrices
 
-    def is_open(self, in_float64: bool = False) -> Tensor:
-        """Return which dense matrices ``eigh`` has to decompose, ``[G]``."""
+    def is_open(self, in_float64: bool = False) -> Tensor | bool:
+        """Return which dense matrices ``eigh`` has to decompose, ``[G]``, or whether it has to."""
         known = self.decomposition
         if known is None or (in_float64 and known[0].dtype != torch.float64):
-            return torch.ones(self.groups, dtype=torch.bool, device=self.tensor.device)
+            return True
         return known[0].isnan().any(-1)
 
     def eigh(self, in_float64: bool = False, name: str = "A factor") -> tuple[Tensor, "Factor"]:
@@ -186,17 +188,20 @@ class Factor:
         self, in_float64: bool, name: str, which: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return eigenvalues and eigenvectors of all matrices, or of those in a mask, ``[G]``."""
-        in_float64 = in_float64 or self._has_scales
-        is_open = self.is_open(in_float64)
-        found = None if bool(is_open.all()) else self.decomposition
-        left = is_open if which is None else is_open & which
+        in_float64 = in_float64 or self.tensor.dtype == torch.float64 or self._has_scales
+        left, found = self.is_open(in_float64), self.decomposition
+        if left is True:  # none is known
+            left, found = which, None
+        elif which is not None:
+            left = left & which
         if found is None or bool(left.any()):
-            matrices = self.tensor if bool(left.all()) else self.tensor[left]
+            matrices = self.tensor if left is None or bool(left.all()) else self.tensor[left]
             dtype = torch.float64 if in_float64 else matrices.dtype
             values, vectors = eigenpairs(matrices, name, found[0].dtype if found else dtype)
-            errors = rounding_errors(matrices, vectors, self.eps, self.psd)
-            pairs = without_rounding(values, errors, self.psd), vectors
-            self.decomposition = found = _with_open(pairs, left, found)
+            if not are_large(values, self.eps, self.psd):
+                errors = rounding_errors(matrices, vectors, self.eps, self.psd)
+                values = without_rounding(values, errors, self.psd)
+            self.decomposition = found = _with_open((values, vectors), left, found)
         values, vectors = found
         return (values, vectors) if which is None else (values[which], vectors[which])
 
@@ -225,16 +230,19 @@ class Factor:
         pairs = _with_open((values, vectors), left, None)
         return Factor(inverses, symmetric=True, psd=some.psd, decomposition=pairs)
 
-    def undecided(self, shift: float | Tensor, scale: float | Tensor = 1.0) -> Tensor:
-        """Return from which shift on the factor decides ``(scale A + shift I)^-1``, ``[G]``.
+    def undecided(self, shift: float | Tensor, others: "Sequence[Factor]" = ()) -> Tensor | None:
+        """Return from which shift on the factor decides ``(A (x) others + shift I)^-1``, ``[G]``.
 
-        Zero where it does already. Smaller shifts are below rounding errors, so that eigenvalues
-        decide that are lost in these, or hardly known. That is no error if A has a null space. It
-        has one if it has fewer rows than columns, see ``ranks``. If their number is not known, a
-        gap above the rounding errors tells.
+        Zero where it does already, ``None`` if all do. Smaller shifts are below rounding errors, so
+        that eigenvalues decide that are lost in these, or hardly known. That is no error if A has a
+        null space. It has one if it has fewer rows than columns, see ``ranks``. If their number is
+        not known, a gap above the rounding errors tells.
         """
         if self.decomposition is None or self.decomposition[0].dtype != torch.float64:
-            return self.tensor.new_zeros(self.groups)
+            return None
+        largest = reduce(mul, (other.norm for other in others), self.norm).unsqueeze(-1)
+        if bool((tolerance(self.rows, self.eps) * largest <= shift).all()):
+            return None
         values, vectors = self.decomposition
         errors = rounding_errors(self.tensor, vectors, self.eps, self.psd)
         is_small = values.abs() < _GAP * errors
@@ -242,7 +250,8 @@ class Factor:
             is_full = (is_small & (values != 0)).any(-1)
         else:
             is_full = self.ranks >= self.rows
-        errors = errors * scale
+        scales = (other.eigh()[0].amax(-1, keepdim=True) for other in others)
+        errors = reduce(mul, scales, errors)
         is_lost = is_small & (errors > shift) & is_full.unsqueeze(-1)
         return errors.masked_fill(~is_lost, 0.0).amax(-1)
 
@@ -370,10 +379,10 @@ def small_inverses(
 
 
 def _with_open(
-    pairs: tuple[Tensor, Tensor], which: Tensor, known: tuple[Tensor, Tensor] | None
+    pairs: tuple[Tensor, Tensor], which: Tensor | None, known: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """Return eigenpairs of matrices in a mask ``[G]`` beside known ones; others are NaN."""
-    if bool(which.all()):
+    if which is None or bool(which.all()):
         return pairs
     index = which.nonzero().squeeze(1)
     known = known or tuple(x.new_full((len(which), *x.shape[1:]), torch.nan) for x in pairs)

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
 from itertools import chain
 from math import sqrt
-from operator import mul
 from typing import Any
 
 import torch
@@ -138,12 +136,9 @@ def note_undecided(
     Shifts were added to each of the factors; to their product if ``is_exact``.
     """
     for factor, shift in zip(factors or (), shifts, strict=False):
-        if factor.decomposition is None:
-            continue
         others = [other for other in factors if is_exact and other is not factor]
-        scale = reduce(mul, (other.eigh()[0].amax(-1, keepdim=True) for other in others), 1.0)
-        limits = factor.undecided(shift, scale)
-        if not bool(limits.any()):
+        limits = factor.undecided(shift, others)
+        if limits is None or not bool(limits.any()):
             continue
         members = block.singles
         for member, limit in zip(members, limits.tensor_split(len(members)), strict=True):
