@@ -547,7 +547,8 @@ def objects_of_any_size() -> None:
 
 @check(3)
 def documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-    exec(compile(code, "distributed.md", "exec"), {})
-    assert "process_group" in code
+    for name in ("distributed.md", "distributed_reference.md"):
+        page = (Path(__file__).parents[2] / "docs" / name).read_text()
+        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+        exec(compile(code, name, "exec"), {})
+        assert "process_group" in code

@@ -26,11 +26,11 @@ LONG = [
         *("influence", "language_models", "loss_landscapes", "optimizers", "pinns", "solvers"),
     )
 ]
-#: Pages with code; that about several processes runs in these, in parallel_checks.py.
+#: Pages with code; those about several processes run in these, in parallel_checks.py.
 PAGES = [
     str(path.relative_to(ROOT))
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if "\n```python\n" in path.read_text() and path.name != "distributed.md"
+    if "\n```python\n" in path.read_text() and not path.stem.startswith("distributed")
 ]
 #: Pages with tables of calls that can be made.
 WITH_CALLS = ["README.md", "docs/migration.md", "docs/laplace.md"]
