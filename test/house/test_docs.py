@@ -201,6 +201,16 @@ def test_all_examples_have_a_place_in_the_gallery():
     assert sorted(order) == [script.stem.removeprefix("plot_") for script in EXAMPLES]
 
 
+def test_calls_in_tables_break():
+    code = '<code><span class="pre">Operator(model).inverse(d=1)</span></code>'
+    context = {"body": f"{code}<table>{code}</table>"}
+    site_extension()["break_calls"](None, "page", "page.html", context)
+    outside, inside = context["body"].split("<table>")
+    assert outside == code
+    words = re.findall(r'<span class="pre">(.*?)</span>', inside)
+    assert words == ["Operator(", "model).", "inverse(", "d=", "1)"]
+
+
 OPERATORS = [x for x in vars(curvlinops).values() if inspect.isclass(x)]
 OPERATORS = [x for x in OPERATORS if issubclass(x, curvlinops.TorchLinearOperator)]
 
