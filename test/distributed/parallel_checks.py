@@ -547,8 +547,12 @@ def objects_of_any_size() -> None:
 
 @check(3)
 def documentation() -> None:
-    for name in ("distributed.md", "distributed_reference.md"):
-        page = (Path(__file__).parents[2] / "docs" / name).read_text()
-        code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-        exec(compile(code, name, "exec"), {})
-        assert "process_group" in code
+    """The reference continues the code of the guide."""
+    folder, pages = (
+        Path(__file__).parents[2] / "docs",
+        ("distributed.md", "distributed_reference.md"),
+    )
+    text = "".join((folder / page).read_text() for page in pages)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    exec(compile(code, "distributed.md", "exec"), {})
+    assert "process_group" in code
