@@ -1,4 +1,4 @@
-"""Sphinx extension: operators with all arguments, the gallery's order, links to its pages."""
+"""Sphinx extension: all arguments of operators, the gallery's order and links, breaks in tables."""
 
 import inspect
 import re
@@ -114,9 +114,23 @@ def link_gallery(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(rf"{examples}README\.rst\)", "(gallery-generated/index)", source[0])
 
 
+def break_calls(app: Any, page: str, template: str, context: dict[str, Any], *_: Any) -> None:
+    """Let calls in tables break after brackets, ``=`` and words with a dot: tables fit the page."""
+
+    def with_breaks(code: re.Match[str]) -> str:
+        # Sphinx puts words of code into spans, in which nothing breaks
+        split = '</span><wbr><span class="pre">'
+        return re.sub(r"(?<=[(=])(?=[^)=])|(?<=[\w()]{4}\.)(?=\w)", split, code[0])
+
+    parts = re.split(r"(<table.*?</table>)", context.get("body", ""), flags=re.DOTALL)
+    parts[1::2] = [re.sub(r'(?<=<span class="pre">)[^<]+', with_breaks, x) for x in parts[1::2]]
+    context["body"] = "".join(parts)
+
+
 def setup(app: Any) -> None:
     """Connect the functions of this file."""
     app.connect("source-read", link_gallery)
+    app.connect("html-page-context", break_calls)
     app.connect("autodoc-process-signature", signature)
     # napoleon reads docstrings at the priority 500
     app.connect("autodoc-process-docstring", inherit_entries, priority=400)

@@ -10,7 +10,7 @@ its eigenvalues. For a small convolutional network all matrices can be written d
 - look at the GGN, KFAC and EKFAC side by side,
 - measure how far each approximation is from the GGN's blocks.
 
-`KFAC and EKFAC <../kfac.html>`_ has the definitions.
+`KFAC and EKFAC <../kfac_reference.html>`_ has the definitions.
 """
 
 import matplotlib.pyplot as plt

@@ -547,7 +547,10 @@ def objects_of_any_size() -> None:
 
 @check(3)
 def documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    """The reference continues the code of the guide."""
+    folder = Path(__file__).parents[2] / "docs"
+    pages = ("distributed.md", "distributed_reference.md")
+    text = "".join((folder / page).read_text() for page in pages)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     exec(compile(code, "distributed.md", "exec"), {})
     assert "process_group" in code

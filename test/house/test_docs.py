@@ -26,11 +26,11 @@ LONG = [
         *("influence", "language_models", "loss_landscapes", "optimizers", "pinns", "solvers"),
     )
 ]
-#: Pages with code; that about several processes runs in these, in parallel_checks.py.
+#: Pages with code; those about several processes run in these, in parallel_checks.py.
 PAGES = [
     str(path.relative_to(ROOT))
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if "\n```python\n" in path.read_text() and path.name != "distributed.md"
+    if "\n```python\n" in path.read_text() and not path.stem.startswith("distributed")
 ]
 #: Pages with tables of calls that can be made.
 WITH_CALLS = ["README.md", "docs/migration.md", "docs/laplace.md"]
@@ -199,6 +199,16 @@ def site_extension() -> dict[str, Any]:
 def test_all_examples_have_a_place_in_the_gallery():
     order = site_extension()["READING_ORDER"]
     assert sorted(order) == [script.stem.removeprefix("plot_") for script in EXAMPLES]
+
+
+def test_calls_in_tables_break():
+    code = '<code><span class="pre">Operator(model).inverse(d=1)</span></code>'
+    context = {"body": f"{code}<table>{code}</table>"}
+    site_extension()["break_calls"](None, "page", "page.html", context)
+    outside, inside = context["body"].split("<table>")
+    assert outside == code
+    words = re.findall(r'<span class="pre">(.*?)</span>', inside)
+    assert words == ["Operator(", "model).", "inverse(", "d=", "1)"]
 
 
 OPERATORS = [x for x in vars(curvlinops).values() if inspect.isclass(x)]
