@@ -1,6 +1,6 @@
 """Gradients of matrix products and convolutions: sums of outer products."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
+from curvlinops.layers.factors import KroneckerShape, PositionGradients, rotated
 from curvlinops.layers.gradients import (
     Entries,
     LowRank,
@@ -24,7 +24,7 @@ from curvlinops.layers.inputs import Inputs, StoredInputs
 _COPY = 16
 
 
-class OuterProducts(FactoredGradient):
+class OuterProducts(PositionGradients):
     """Sums over positions ``sum_s g[v, n, s] x[n, s]^T``: matrices ``[G, O, I]`` of some entries.
 
     Of inputs ``[N, S, G, I]`` and output gradients ``[V, N, S, G, O]``.
@@ -35,11 +35,7 @@ class OuterProducts(FactoredGradient):
         self.g, self.entries = g, entries
         self.num_vectors, self.num_samples = g.shape[:2]
         self.num_positions = x.shape[1]
-
-    @property
-    def layout(self) -> Hashable:
-        """Equal for gradients whose entries mean the same, in the same dtype."""
-        return self.entries, self.g.dtype, *self.x.shape[2:]
+        self.layout = entries, g.dtype, *x.shape[2:]
 
     @property
     def kronecker_shape(self) -> KroneckerShape:
@@ -135,8 +131,8 @@ class OuterProducts(FactoredGradient):
         )
         return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
 
-    def products(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the inner products, position by position if gradients need not be formed."""
+    def prefers_positions(self, columns: Tensor | LowRank) -> bool:
+        """Return whether inner products without forming gradients are cheaper."""
         N, S = self.num_samples, self.num_positions
         K = len(columns.left if isinstance(columns, LowRank) else columns)
         if (factors := self._factors(columns)) is not None:
@@ -146,16 +142,9 @@ class OuterProducts(FactoredGradient):
         else:
             # products with all entries, and copies: of columns for a batch, or of gradients
             by_position = N * S * K + _COPY * K <= N * (S + K) + _COPY * N
-        if not by_position or self.x.prefers_convolution(self.g):
-            return super().products(columns)
-        parts = self._products_of_positions(columns)
-        return torch.cat([products.sum(2) for products in parts], dim=1)
+        return by_position and not self.x.prefers_convolution(self.g)
 
-    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the contribution of each position to the inner products, ``[V, N, S, K]``."""
-        return torch.cat(list(self._products_of_positions(columns)), dim=1)
-
-    def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+    def products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
         """Yield the contribution of each position of some samples, ``[V, n, S, K]``."""
         factors = self._factors(columns)
         if factors is not None:
@@ -238,8 +227,7 @@ class OuterProducts(FactoredGradient):
 
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
-        alike = isinstance(other, OuterProducts) and self.layout == other.layout
-        return alike and self._is_cheaper_by_positions(other)
+        return self.is_alike(other) and self._is_cheaper_by_positions(other)
 
     def inner_products(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
@@ -272,10 +260,8 @@ class OuterProducts(FactoredGradient):
     def plus(self, others: Sequence[PerSampleGradient]) -> "OuterProducts | None":
         """Return the sum with others of the same layout: positions side by side."""
         gradients = [self, *others]
-        if not all(isinstance(x, OuterProducts) and x.layout == self.layout for x in gradients):
-            return None
         # written down, patches take much memory
-        if not all(gradient.x.in_memory for gradient in gradients):
+        if not (self.is_alike(*others) and all(gradient.x.in_memory for gradient in gradients)):
             return None
         x = torch.cat([gradient.x[:] for gradient in gradients], dim=1)
         g = torch.cat([gradient.g for gradient in gradients], dim=2)

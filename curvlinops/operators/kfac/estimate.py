@@ -156,16 +156,15 @@ def _add_head(sums: FactorSums, samples: SampleGradients, head: Head) -> None:
     for x in _summands(sums, layers, uses.inputs):
         if x.inputs is not None:
             _add_inputs(sums, [x], [head.own[x.use.name].to(dtype)], [None])
-        diagonal = x.use.shape.outputs > sums.options.max_factor_size
+        diagonal = _treatment(x.use, sums.options)[3]
         hessian = head.hessian.along(None).sum(0) if diagonal else head.hessian.sum()
         sums.add(x.gradients.stack, [x.gradients.index], hessian.to(dtype).unsqueeze(0))
 
 
 def _treatment(use: LayerUse, options: Options) -> tuple[bool, ...]:
     """Return whether inputs are averaged, get a one, and what is too large for a matrix."""
-    limit, shape = options.max_factor_size, use.shape
     is_reduced, has_bias = use.name in options.reduced, use.has_bias_input(options)
-    return is_reduced, has_bias, shape.inputs > limit, shape.outputs > limit
+    return is_reduced, has_bias, *reversed(use.shape.diagonal(options.max_factor_size))
 
 
 class Padding:

@@ -105,8 +105,8 @@ def sums_of_pass(
     options, limit, found = sums.options, sums.options.max_factor_size, {}
     for stack in fitted(sums):
         shape, first = stack.terms[0].shape, stack.singles[0]
-        is_diagonal = shape.outputs > limit, shape.one_hot_inputs or shape.inputs > limit
-        diagonal = {kind: x for kind, x in zip(BOTH, is_diagonal, strict=True) if kind in kinds}
+        pairs = zip(BOTH, shape.diagonal(limit), strict=True)
+        diagonal = {kind: is_diagonal for kind, is_diagonal in pairs if kind in kinds}
         by_position = first.names[0] not in options.reduced
         C = (others.get(stack.key(other)) for other in reversed(BOTH))
         found[stack] = FitSum(shape, len(first.views) > 1, diagonal, by_position, *C)

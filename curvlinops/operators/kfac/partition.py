@@ -54,13 +54,8 @@ def num_entries(
         shape = use.shape
         if use.name not in names or shape is None or (shape.is_bias and use.shares_gradients):
             continue
-        sizes = [(shape.outputs, False)]
-        sizes += [] if shape.is_bias else [(shape.inputs, shape.one_hot_inputs)]
-        number = shape.groups * sum(
-            size if is_diagonal or size > limit else size**2 for size, is_diagonal in sizes
-        )
         # processes have the uses in different orders
-        factors[use.view] = max(number, factors.get(use.view, 0))
+        factors[use.view] = max(sum(shape.factor_sizes(limit)), factors.get(use.view, 0))
     return sum(prod(shapes[name]) for name in names) + sum(factors.values())
 
 

@@ -163,11 +163,8 @@ def _alike(unit: Sequence[Block], options: Options) -> Any:
 
 def _largest(block: Block, options: Options) -> int:
     """Return the number of entries of a block's largest tensor."""
-    sizes, limit = [1, block.layout.size], options.max_factor_size
+    sizes = [1, block.layout.size]
     if block.structure == "dense":
         sizes.append(block.layout.size**2 // block.groups)
-    for shape, *_ in block.terms:
-        widths = [shape.outputs]
-        widths += [] if shape.is_bias or shape.one_hot_inputs else [shape.inputs]
-        sizes += [shape.groups * width**2 for width in widths if width <= limit]
-    return max(sizes)
+    of_terms = (term.shape.factor_sizes(options.max_factor_size) for term in block.terms)
+    return max(chain(sizes, *of_terms))
