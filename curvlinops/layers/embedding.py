@@ -168,21 +168,6 @@ class EmbeddingGradient(PositionGradients):
         counts.scatter_add_(1, self.indices, is_lookup)
         return rearrange(counts, "n i -> n 1 i"), counts.sum(1)
 
-    def matrices(self, samples: slice) -> Tensor:
-        """Return the gradients of some samples, transposed, ``[V, n, 1, I, rows]``."""
-        return rearrange(self.values(samples), "v n rows i -> v n 1 i rows")
-
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis; of lookups, if rows keep theirs."""
-        if inputs is not None or has_bias:
-            return None
-        g = rotated(self.output_gradients(), outputs).squeeze(3)
-        table = Entries.all([self.num_rows, g.shape[-1]])
-        squares = EmbeddingGradient(self.indices, g, table).sum_of_squares()
-        return rearrange(squares, "rows i -> 1 i rows")
-
     def plus(self, others: Sequence[PerSampleGradient]) -> "EmbeddingGradient | None":
         """Return the sum with others of the same layout: lookups side by side."""
         if not self.is_alike(*others):

@@ -102,11 +102,6 @@ class FactoredGradient(PerSampleGradient):
             return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
         return (x * rearrange(mask, "n s -> n s 1 1")).sum(1), mask.sum(1)
 
-    def matrices(self, samples: slice) -> Tensor:
-        """Return the gradients of some samples as matrices, ``[V, n, G, O, I]``."""
-        values, shape = self.values(samples), self.kronecker_shape
-        return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
-
     def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
         """Return the products of matrices with columns, of projected factors if it has these."""
         related = relation(self.kronecker_shape, shape)
@@ -119,16 +114,6 @@ class FactoredGradient(PerSampleGradient):
 
         out = total(map(product, terms))
         return out if related == "same" else out.mT
-
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis, ``None`` if matrices are cheaper.
-
-        Columns have the basis ``[G, O, O]``, rows ``[G, I, I]``; ``None`` is the standard basis.
-        With ``has_bias``, the gradient of a bias is the last column, which I counts.
-        """
-        return None
 
 
 class PositionGradients(FactoredGradient):

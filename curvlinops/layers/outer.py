@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import KroneckerShape, PositionGradients, rotated
+from curvlinops.layers.factors import KroneckerShape, PositionGradients
 from curvlinops.layers.gradients import (
     Entries,
     LowRank,
@@ -35,6 +34,7 @@ class OuterProducts(PositionGradients):
         self.g, self.entries = g, entries
         self.num_vectors, self.num_samples = g.shape[:2]
         self.num_positions = x.shape[1]
+        self.num_inputs = prod(x.shape[1:])  # of a sample, in numbers
         self.layout = entries, g.dtype, *x.shape[2:]
 
     @property
@@ -175,11 +175,6 @@ class OuterProducts(PositionGradients):
             return right.mT, left.mT
         return None
 
-    @property
-    def num_inputs(self) -> int:
-        """The number of a sample's inputs."""
-        return prod(self.x.shape[1:])
-
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
         positions, groups, inputs = self.x.shape[1:]
@@ -205,29 +200,17 @@ class OuterProducts(PositionGradients):
         squares = g.permute(1, 2, 0) @ self.x[:][:, 0].square().transpose(0, 1)
         return self.entries.spread(squares[None, None])[0, 0]
 
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis, of rotated factors if cheaper."""
-        groups, num_outputs, num_inputs, *_ = self.kronecker_shape
-        of_factors = self.num_positions * (num_inputs**2 + num_outputs**2)
-        if of_factors > num_inputs * num_outputs * (num_inputs + num_outputs):
-            return None
-        g, width = rotated(self.g, outputs), num_inputs + has_bias
-        entries = Entries.all([groups, num_outputs, width])
-        size = self.num_vectors * groups * num_outputs * width + self.num_inputs
-        squares: Tensor | float = 0.0
-        # of one position, matrices are not written down
-        for some in [slice(None)] if self.num_positions == 1 else self.slices(size):
-            # where a sample has fewer positions than others, output gradients are zero
-            x = F.pad(self.x[some], (0, 1), value=1.0) if has_bias else self.x[some]
-            products = OuterProducts(rotated(x, inputs), g[:, some], entries)
-            squares = squares + products.sum_of_squares()
-        return squares
-
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
-        return self.is_alike(other) and self._is_cheaper_by_positions(other)
+        if not self.is_alike(other):
+            return False
+        pairs = self.num_samples * other.num_samples
+        vectors = self.num_vectors * other.num_vectors
+        S, T, groups = self.x.shape[1], other.x.shape[1], self.x.shape[2]
+        inputs, outputs = self.x.shape[-1], self.g.shape[-1]
+        by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
+        formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
+        return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
     def inner_products(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
@@ -274,15 +257,6 @@ class OuterProducts(PositionGradients):
             inputs = 0 if self.x.prefers_convolution(self.g) else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().slices(size)
-
-    def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
-        pairs = self.num_samples * other.num_samples
-        vectors = self.num_vectors * other.num_vectors
-        S, T, groups = self.x.shape[1], other.x.shape[1], self.x.shape[2]
-        inputs, outputs = self.x.shape[-1], self.g.shape[-1]
-        by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
-        formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
-        return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
 def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:

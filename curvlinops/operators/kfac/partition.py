@@ -26,9 +26,8 @@ def divided(
 ) -> dict[str, int]:
     """Return to which of ``num`` processes or passes each parameter belongs; known ones stay.
 
-    The largest units come first, to the process that has least. The time to decompose factors is
-    about the power 1.5 of their size, and counts as much as memory. Factors above the limit are
-    diagonal.
+    The largest units come first, to the process that has least: of memory, and of the time to
+    decompose factors, which is about the power 1.5 of their size.
     """
     owners, loads, groups = dict(known or {}), [0.0] * num, units(uses, list(shapes))
     new = [group for group in groups if owners.keys().isdisjoint(group)]

@@ -92,10 +92,9 @@ def structure_of(
     owners: Mapping[str, int] | None = None,
     firsts: Mapping[ParameterView, KroneckerShape] | None = None,
 ) -> Structure:
-    """Return the structure that follows from uses.
+    """Return the structure that follows from uses; see ``FactorSums`` for the other arguments.
 
-    Equal blocks may be ``is_apart``, or of different ``owners``, by parameter: they make up no
-    stacks. The shapes of the first Kronecker products of some blocks may be given as ``firsts``.
+    Blocks that are ``is_apart``, or of different ``owners``, make up no stacks.
     """
     if not (uses.known or uses.unknown):  # no batch was seen
         return Structure((), ())
