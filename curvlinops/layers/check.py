@@ -56,9 +56,8 @@ class Comparison:
     ) -> None:
         """Compare sums ``[L, *shape]``; those of absolute ``summands`` bound larger errors.
 
-        Each parameter has a scale of its own, so that a large gradient does not hide a wrong small
-        one, unless both sums come from different backward passes: then gradients that cancel within
-        the model differ by rounding errors of other gradients.
+        A large gradient hides no wrong small one, but ``of_two_passes``, gradients that cancel
+        within the model differ by rounding errors of others.
         """
         self._loose.update(of_two_passes)
         both = truth, sums.to(truth.device) - truth

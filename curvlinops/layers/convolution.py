@@ -32,8 +32,11 @@ def convolution(node: Any, position: int) -> Use | None:
     options = node._saved_stride, node._saved_padding, node._saved_dilation
     if node._saved_transposed:
         x = tuple(node._saved_input.shape)
-        size, more = tuple(x[2:]), node._saved_output_padding
-        window = _window_of_output(size, weight[2:], *options, more, groups)
+        stride, padding, dilation = options
+        # additional entries of the output, which no patch reaches, are padded less, or cropped
+        pairs = zip(padding, node._saved_output_padding, strict=True)
+        pads = tuple((p, p - more) for p, more in pairs)
+        window = Window(weight[2:], tuple(stride), pads, tuple(dilation), x[2:], groups)
         return _written("_saved_input", x, weight, window)
     return Use(
         (output[0],),
@@ -107,26 +110,3 @@ class _PatchesOf(NamedTuple):
 
     def __call__(self, g: Tensor) -> Tensor:
         return make_patches(g.flatten(0, 1), self.window).unflatten(0, g.shape[:2])
-
-
-def _window_of_output(
-    positions: tuple[int, ...],
-    kernel: tuple[int, ...],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    output_padding: Sequence[int],
-    groups: int,
-) -> Window:
-    """Return the patches that a transposed convolution writes."""
-    # the length of an axis that all patches span
-    spans = [
-        (count - 1) * s + d * (k - 1) + 1
-        for count, s, d, k in zip(positions, stride, dilation, kernel, strict=True)
-    ]
-    size = [
-        span - 2 * p + extra for span, p, extra in zip(spans, padding, output_padding, strict=True)
-    ]
-    # the padding is negative where patches end before the output does
-    pads = tuple((p, span - p - n) for p, span, n in zip(padding, spans, size, strict=True))
-    return Window(kernel, tuple(stride), pads, tuple(dilation), positions, groups)

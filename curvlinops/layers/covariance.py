@@ -96,11 +96,7 @@ def input_covariance(x: Tensor, window: Window) -> Tensor:
 
 
 def shifts_are_cheaper(shape: Sequence[int], window: Window) -> bool:
-    """Return whether ``covariance_by_shifts`` takes less time than ``covariance_by_patches``.
-
-    It does on a CPU where shifts have most positions in common, and patches are many. Both take
-    the input piece by piece: memory does not count.
-    """
+    """Return whether shifts take less time: they have most positions in common, of many patches."""
     kernel, farthest = window.kernel_size[0], window.reach(0, 1) - 1
     numbers = prod(shape[:2]) * prod(window.size) * prod(window.kernel_size)
     overlap = kernel > 1 and window.stride[0] == 1 and window.size[0] >= 4 * farthest

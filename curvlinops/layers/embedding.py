@@ -1,6 +1,6 @@
 """Tables whose rows, or entries, are looked up."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
+from curvlinops.layers.factors import KroneckerShape, PositionGradients, rotated
 from curvlinops.layers.gradients import BYTES, Entries, LowRank, PerSampleGradient, dense
 from curvlinops.layers.rules import Matrices, Use, reads
 from curvlinops.support.autograd_graph import shape_of_input
@@ -99,7 +99,7 @@ def _are_whole(rows: Tensor, columns: Tensor, shape: Sequence[int]) -> bool:
     return bool((in_order & (rows == rows[:, :1])).all())
 
 
-class EmbeddingGradient(FactoredGradient):
+class EmbeddingGradient(PositionGradients):
     """Sums of output gradients ``[V, N, S, I]`` at the rows of a table, ``indices`` ``[N, S]``.
 
     As sums of outer products, the inputs are rows of an identity matrix. The row ``padding`` is a
@@ -111,12 +111,8 @@ class EmbeddingGradient(FactoredGradient):
         self.num_vectors, self.num_samples = g.shape[:2]
         self.entries = entries
         self.num_rows = entries.view.size // max(g.shape[-1], 1)
-
-    @property
-    def layout(self) -> Hashable:
-        """Equal for gradients whose entries mean the same, in the same dtype."""
         # a table may be read by rows or by entries
-        return self.entries, self.num_rows, self.padding, self.g.dtype
+        self.layout = entries, self.num_rows, padding, g.dtype
 
     @property
     def kronecker_shape(self) -> KroneckerShape:
@@ -172,28 +168,12 @@ class EmbeddingGradient(FactoredGradient):
         counts.scatter_add_(1, self.indices, is_lookup)
         return rearrange(counts, "n i -> n 1 i"), counts.sum(1)
 
-    def matrices(self, samples: slice) -> Tensor:
-        """Return the gradients of some samples, transposed, ``[V, n, 1, I, rows]``."""
-        return rearrange(self.values(samples), "v n rows i -> v n 1 i rows")
-
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis; of lookups, if rows keep theirs."""
-        if inputs is not None or has_bias:
-            return None
-        g = rotated(self.output_gradients(), outputs).squeeze(3)
-        table = Entries.all([self.num_rows, g.shape[-1]])
-        squares = EmbeddingGradient(self.indices, g, table).sum_of_squares()
-        return rearrange(squares, "rows i -> 1 i rows")
-
     def plus(self, others: Sequence[PerSampleGradient]) -> "EmbeddingGradient | None":
         """Return the sum with others of the same layout: lookups side by side."""
-        gradients = [self, *others]
-        if not all(isinstance(x, EmbeddingGradient) and x.layout == self.layout for x in gradients):
+        if not self.is_alike(*others):
             return None
-        indices = torch.cat([gradient.indices for gradient in gradients], dim=1)
-        g = torch.cat([gradient.g for gradient in gradients], dim=2)
+        indices = torch.cat([x.indices for x in (self, *others)], dim=1)
+        g = torch.cat([x.g for x in (self, *others)], dim=2)
         return EmbeddingGradient(indices, g, self.entries, self.padding)
 
     def values(self, samples: slice) -> Tensor:
@@ -211,16 +191,7 @@ class EmbeddingGradient(FactoredGradient):
         """Return the sum, in memory proportional to the table."""
         return self._table(self.g)
 
-    def products(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the inner products; only rows that were looked up count."""
-        parts = self._products_of_positions(columns)
-        return torch.cat([products.sum(2) for products in parts], dim=1)
-
-    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the contribution of each lookup to the inner products, ``[V, N, S, K]``."""
-        return torch.cat(list(self._products_of_positions(columns)), dim=1)
-
-    def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+    def products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
         """Yield the contribution of each lookup of some samples, ``[V, n, S, K]``."""
         has_rows = self.entries.are_all and self.num_rows == self.shape[0]
         if isinstance(columns, LowRank) and has_rows:  # without the table
@@ -249,7 +220,7 @@ class EmbeddingGradient(FactoredGradient):
 
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether the other one looks up the same rows."""
-        return isinstance(other, EmbeddingGradient) and self.layout == other.layout
+        return self.is_alike(other)
 
     def inner_products(self, other: "EmbeddingGradient") -> Tensor:
         """Return all inner products; only rows that both looked up count."""

@@ -1,7 +1,7 @@
 """Sums of outer products of output gradients and inputs, which have Kronecker factors."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from curvlinops.layers.covariance import second_moment
-from curvlinops.layers.gradients import PerSampleGradient, Sides, total
+from curvlinops.layers.gradients import LowRank, PerSampleGradient, Sides, total
 from curvlinops.structured.layout import ParameterView
 from curvlinops.support.files import recorded
 
@@ -28,6 +28,16 @@ class KroneckerShape(NamedTuple):
     one_hot_inputs: bool = False
     #: Whether inputs are ones, as those of biases are.
     is_bias: bool = False
+
+    def diagonal(self, limit: int) -> tuple[bool, bool]:
+        """Return whether only the diagonals of B and of A are computed: lookups, larger factors."""
+        return self.outputs > limit, self.one_hot_inputs or self.inputs > limit
+
+    def factor_sizes(self, limit: int) -> list[int]:
+        """Return the numbers of entries of B, and of A if inputs are not ones, see ``diagonal``."""
+        widths = (self.outputs,) if self.is_bias else (self.outputs, self.inputs)
+        pairs = zip(widths, self.diagonal(limit), strict=False)
+        return [self.groups * (n if is_diagonal else n**2) for n, is_diagonal in pairs]
 
 
 def relation(shape: KroneckerShape, other: KroneckerShape) -> str | None:
@@ -92,11 +102,6 @@ class FactoredGradient(PerSampleGradient):
             return x.sum(1), torch.tensor(x.shape[1], device=x.device).expand(len(x))
         return (x * rearrange(mask, "n s -> n s 1 1")).sum(1), mask.sum(1)
 
-    def matrices(self, samples: slice) -> Tensor:
-        """Return the gradients of some samples as matrices, ``[V, n, G, O, I]``."""
-        values, shape = self.values(samples), self.kronecker_shape
-        return values.reshape(*values.shape[:2], shape.groups, shape.outputs, shape.inputs)
-
     def projected(self, shape: tuple, terms: Sequence[Sides]) -> Tensor:
         """Return the products of matrices with columns, of projected factors if it has these."""
         related = relation(self.kronecker_shape, shape)
@@ -110,15 +115,35 @@ class FactoredGradient(PerSampleGradient):
         out = total(map(product, terms))
         return out if related == "same" else out.mT
 
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis, ``None`` if matrices are cheaper.
 
-        Columns have the basis ``[G, O, O]``, rows ``[G, I, I]``; ``None`` is the standard basis.
-        With ``has_bias``, the gradient of a bias is the last column, which I counts.
-        """
-        return None
+class PositionGradients(FactoredGradient):
+    """Gradients that know the contribution of each position, as those of products and lookups."""
+
+    #: Equal for gradients whose entries mean the same, in the same dtype.
+    layout: Hashable
+
+    def is_alike(self, *others: PerSampleGradient) -> bool:
+        """Return whether all have the same layout."""
+        return all(type(x) is type(self) and x.layout == self.layout for x in others)
+
+    @abstractmethod
+    def products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+        """Yield the contribution of each position of some samples, ``[V, n, S, K]``."""
+
+    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
+        """Return the contribution of each position to the inner products, ``[V, N, S, K]``."""
+        return torch.cat(list(self.products_of_positions(columns)), dim=1)
+
+    def prefers_positions(self, columns: Tensor | LowRank) -> bool:
+        """Return whether inner products are cheaper position by position."""
+        return True
+
+    def products(self, columns: Tensor | LowRank) -> Tensor:
+        """Return the inner products, position by position if that is cheaper."""
+        if not self.prefers_positions(columns):
+            return super().products(columns)
+        parts = self.products_of_positions(columns)
+        return torch.cat([products.sum(2) for products in parts], dim=1)
 
 
 def rotated(x: Tensor, basis: Tensor | None) -> Tensor:

@@ -143,10 +143,6 @@ class PerSampleGradient(ABC):
         columns = columns.reshape(len(columns), self.entries.view.size).T
         return torch.cat([_flat(form(some)) @ columns for some in self.slices()], dim=1)
 
-    def products_by_position(self, columns: "Tensor | LowRank") -> Tensor | None:
-        """Return each of S positions' contribution to ``products``, ``[V, N, S, K]``, if any."""
-        return None
-
     def prefers_inner_products(self, other: "PerSampleGradient") -> bool:
         """Return whether ``inner_products`` are cheaper than inner products of gradients."""
         return False

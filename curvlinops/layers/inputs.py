@@ -111,12 +111,10 @@ class Patches(Inputs):
         return reduce(sums, "(n s) g i -> n g i", "sum", n=N, s=S)
 
     def prefers_convolution(self, g: Tensor) -> bool:
-        """Return whether ``filter_gradients`` is faster than products with patches.
+        """Return whether ``filter_gradients`` is faster than products with patches, on a CPU.
 
-        Patches have an entry for each position, input channel and position in the kernel. A
-        convolution reorders its filters, which have one for each output channel instead of the
-        position. Patches that do not overlap are as small as the input. Several vectors share
-        patches. Measured on CPUs only.
+        A convolution reorders its filters, which have an entry for each output channel where
+        patches have one for each position. Several vectors share patches.
         """
         _, positions, groups, width = self.shape
         num_filters = g.shape[-1]

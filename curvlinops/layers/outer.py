@@ -1,14 +1,13 @@
 """Gradients of matrix products and convolutions: sums of outer products."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, rotated
+from curvlinops.layers.factors import KroneckerShape, PositionGradients
 from curvlinops.layers.gradients import (
     Entries,
     LowRank,
@@ -24,7 +23,7 @@ from curvlinops.layers.inputs import Inputs, StoredInputs
 _COPY = 16
 
 
-class OuterProducts(FactoredGradient):
+class OuterProducts(PositionGradients):
     """Sums over positions ``sum_s g[v, n, s] x[n, s]^T``: matrices ``[G, O, I]`` of some entries.
 
     Of inputs ``[N, S, G, I]`` and output gradients ``[V, N, S, G, O]``.
@@ -35,11 +34,8 @@ class OuterProducts(FactoredGradient):
         self.g, self.entries = g, entries
         self.num_vectors, self.num_samples = g.shape[:2]
         self.num_positions = x.shape[1]
-
-    @property
-    def layout(self) -> Hashable:
-        """Equal for gradients whose entries mean the same, in the same dtype."""
-        return self.entries, self.g.dtype, *self.x.shape[2:]
+        self.num_inputs = prod(x.shape[1:])  # of a sample, in numbers
+        self.layout = entries, g.dtype, *x.shape[2:]
 
     @property
     def kronecker_shape(self) -> KroneckerShape:
@@ -135,8 +131,8 @@ class OuterProducts(FactoredGradient):
         )
         return self.entries.spread(total(sums).unsqueeze(1))[:, 0]
 
-    def products(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the inner products, position by position if gradients need not be formed."""
+    def prefers_positions(self, columns: Tensor | LowRank) -> bool:
+        """Return whether inner products without forming gradients are cheaper."""
         N, S = self.num_samples, self.num_positions
         K = len(columns.left if isinstance(columns, LowRank) else columns)
         if (factors := self._factors(columns)) is not None:
@@ -146,16 +142,9 @@ class OuterProducts(FactoredGradient):
         else:
             # products with all entries, and copies: of columns for a batch, or of gradients
             by_position = N * S * K + _COPY * K <= N * (S + K) + _COPY * N
-        if not by_position or self.x.prefers_convolution(self.g):
-            return super().products(columns)
-        parts = self._products_of_positions(columns)
-        return torch.cat([products.sum(2) for products in parts], dim=1)
+        return by_position and not self.x.prefers_convolution(self.g)
 
-    def products_by_position(self, columns: Tensor | LowRank) -> Tensor:
-        """Return the contribution of each position to the inner products, ``[V, N, S, K]``."""
-        return torch.cat(list(self._products_of_positions(columns)), dim=1)
-
-    def _products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
+    def products_of_positions(self, columns: Tensor | LowRank) -> Iterator[Tensor]:
         """Yield the contribution of each position of some samples, ``[V, n, S, K]``."""
         factors = self._factors(columns)
         if factors is not None:
@@ -186,11 +175,6 @@ class OuterProducts(FactoredGradient):
             return right.mT, left.mT
         return None
 
-    @property
-    def num_inputs(self) -> int:
-        """The number of a sample's inputs."""
-        return prod(self.x.shape[1:])
-
     def squared_norms(self) -> Tensor:
         """Return the squared norms, from Gram matrices of positions if those are smaller."""
         positions, groups, inputs = self.x.shape[1:]
@@ -216,30 +200,17 @@ class OuterProducts(FactoredGradient):
         squares = g.permute(1, 2, 0) @ self.x[:][:, 0].square().transpose(0, 1)
         return self.entries.spread(squares[None, None])[0, 0]
 
-    def squares_in_basis(
-        self, outputs: Tensor | None, inputs: Tensor | None, has_bias: bool
-    ) -> Tensor | None:
-        """Return the sum of squared entries in another basis, of rotated factors if cheaper."""
-        groups, num_outputs, num_inputs, *_ = self.kronecker_shape
-        of_factors = self.num_positions * (num_inputs**2 + num_outputs**2)
-        if of_factors > num_inputs * num_outputs * (num_inputs + num_outputs):
-            return None
-        g, width = rotated(self.g, outputs), num_inputs + has_bias
-        entries = Entries.all([groups, num_outputs, width])
-        size = self.num_vectors * groups * num_outputs * width + self.num_inputs
-        squares: Tensor | float = 0.0
-        # of one position, matrices are not written down
-        for some in [slice(None)] if self.num_positions == 1 else self.slices(size):
-            # where a sample has fewer positions than others, output gradients are zero
-            x = F.pad(self.x[some], (0, 1), value=1.0) if has_bias else self.x[some]
-            products = OuterProducts(rotated(x, inputs), g[:, some], entries)
-            squares = squares + products.sum_of_squares()
-        return squares
-
     def prefers_inner_products(self, other: PerSampleGradient) -> bool:
         """Return whether inner products of inputs and of output gradients are cheaper."""
-        alike = isinstance(other, OuterProducts) and self.layout == other.layout
-        return alike and self._is_cheaper_by_positions(other)
+        if not self.is_alike(other):
+            return False
+        pairs = self.num_samples * other.num_samples
+        vectors = self.num_vectors * other.num_vectors
+        S, T, groups = self.x.shape[1], other.x.shape[1], self.x.shape[2]
+        inputs, outputs = self.x.shape[-1], self.g.shape[-1]
+        by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
+        formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
+        return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
     def inner_products(self, other: "OuterProducts") -> Tensor:
         """Return all inner products, from those of inputs and of output gradients."""
@@ -272,10 +243,8 @@ class OuterProducts(FactoredGradient):
     def plus(self, others: Sequence[PerSampleGradient]) -> "OuterProducts | None":
         """Return the sum with others of the same layout: positions side by side."""
         gradients = [self, *others]
-        if not all(isinstance(x, OuterProducts) and x.layout == self.layout for x in gradients):
-            return None
         # written down, patches take much memory
-        if not all(gradient.x.in_memory for gradient in gradients):
+        if not (self.is_alike(*others) and all(gradient.x.in_memory for gradient in gradients)):
             return None
         x = torch.cat([gradient.x[:] for gradient in gradients], dim=1)
         g = torch.cat([gradient.g for gradient in gradients], dim=2)
@@ -288,15 +257,6 @@ class OuterProducts(FactoredGradient):
             inputs = 0 if self.x.prefers_convolution(self.g) else self.num_inputs
             size = self.num_vectors * outputs + inputs
         return super().slices(size)
-
-    def _is_cheaper_by_positions(self, other: "OuterProducts") -> bool:
-        pairs = self.num_samples * other.num_samples
-        vectors = self.num_vectors * other.num_vectors
-        S, T, groups = self.x.shape[1], other.x.shape[1], self.x.shape[2]
-        inputs, outputs = self.x.shape[-1], self.g.shape[-1]
-        by_positions = pairs * S * T * groups * (inputs + vectors * (outputs + 1))
-        formed = self.num_vectors * self.num_samples * S + other.num_vectors * other.num_samples * T
-        return by_positions <= groups * inputs * outputs * (formed + pairs * vectors)
 
 
 def _products_of_matrices(g: Tensor, x: Tensor, matrices: Tensor) -> Tensor:

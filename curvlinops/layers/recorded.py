@@ -221,11 +221,6 @@ class RecordedBatch:
         outputs = (input_metadata(self.nodes[number]) for number in numbers)
         return sum(prod(output.shape) * output.dtype.itemsize for output in outputs)
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether the graph connects no parameter with the output."""
-        return set(self.names).isdisjoint(self.graph.leaves.values())
-
     def drop(self, names: Collection[str]) -> None:
         """Forget the uses of some parameters."""
         if not names:
@@ -244,10 +239,11 @@ class RecordedBatch:
         node, before = self.output.grad_fn, copy(self)
         while (name := node.name()) in RESHAPES:
             node = node.next_functions[0][0]
-        before.uses = [use for use in self.uses if self.nodes[use.node] is not node]
+        own = {use.name: use for use in self.uses if self.nodes[use.node] is node}
+        # if one is both matrix and bias, one of its uses is here
+        before.uses = [use for use in self.uses if own.get(use.name) is not use]
         used = {use.name for use in before.uses}
         before.names = [name for name in self.names if name in used]
-        own = {use.name: use for use in self.uses if self.nodes[use.node] is node}
         right = len(node.next_functions) - 1
         others = [use for use in before.uses if use.name in own]
         entries = [use.entries for use in (*own.values(), *others)]
@@ -255,7 +251,6 @@ class RecordedBatch:
             not any(use.position == right for use in own.values())
             or name not in ("MmBackward0", "AddmmBackward0")
             or getattr(node, "_saved_alpha", 1) != 1
-            or len(own) + len(before.uses) < len(self.uses)  # one is both matrix and bias
             or not all(tied and self.nodes[use.node].name() in LOOKUPS for use in others)
             or not all(x is not None and (x.have_all or not others) for x in entries)
             or any(use.samples is None for use in self.uses)
@@ -278,10 +273,9 @@ class RecordedBatch:
     # --- backward passes
 
     def backward(self, u: Tensor, last: bool = False, totals: Collection[str] = ()) -> "Arrived":
-        """Backpropagate vectors ``[V, *output]`` to the nodes that use parameters.
+        """Backpropagate vectors ``[V, *output]`` to uses, and to the parameters ``totals``.
 
-        The ``last`` call, with a single vector, frees the graph. ``totals`` are parameters whose
-        gradients autograd computes, too.
+        The ``last`` call, with a single vector, frees the graph.
         """
         u = u.reshape(len(u), *self.output.shape).to(self.output.dtype)
         numbers = dict.fromkeys(use.node for use in self.uses)
@@ -387,7 +381,9 @@ class RecordedBatch:
         for stack in self._stacks(arrived, self.names):
             names, columns = [*stack], list(zip(*stack.values(), strict=True))
             if not columns:
-                yield names[0], self._zero(names[0], num_vectors)
+                leaf = self._leaves[names[0]]
+                zeros = leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape)
+                yield names[0], DenseGradient(zeros)
             elif together or len(names) == 1:
                 found = sum_of([arrived.take(*uses) for uses in columns])
                 if len(names) > 1:
@@ -414,10 +410,6 @@ class RecordedBatch:
             uses = next(iter(uses_of.values()))
             for some in arrived.in_steps([*uses_of], uses, with_parameters=True):
                 yield {name: uses_of[name] for name in some}
-
-    def _zero(self, name: str, num_vectors: int) -> PerSampleGradient:
-        leaf = self._leaves[name]
-        return DenseGradient(leaf.new_zeros(()).expand(num_vectors, self.num_samples, *leaf.shape))
 
     def on_parameter(
         self, use: ParameterUse, make: Callable[[Entries], PerSampleGradient], is_assigned: bool

@@ -98,10 +98,9 @@ def sample_axes(
 ) -> dict[tuple[Node, int], SampleAxis | Constant]:
     """Find the axis of samples, or a constant, for nodes of a graph and numbers of their outputs.
 
-    Axis 0 of the output numbers the samples; of length ``N * S``, they are the slower index. Only
-    nodes on the way from leaves to the output are looked at. What is not proved is absent, and so
-    are leaves. If no node was ``asked``, this holds for the numbers of all batches whose graphs
-    have the same shapes and arguments.
+    Axis 0 of the output numbers the samples; of length ``N * S``, they are the slower index. What
+    is not proved is absent, and so are leaves. If no node was ``asked``, this holds for the numbers
+    of all batches whose graphs have the same shapes and arguments.
     """
     root, length = output_edge.node, output_shape[0] if output_shape else 0
     if num_samples < 2 or length == 0 or length % num_samples:

@@ -49,11 +49,9 @@ class SampleGradients:
         problem: BatchProblem,
         batch: RecordedBatch | None,
         rules: "SampleBackward",
-        fallback: OneByOne,
         states: GeneratorStates,
     ):
-        self._problem, self._batch, self._rules = problem, batch, rules
-        self._fallback, self._states = fallback, states
+        self._problem, self._batch, self._rules, self._states = problem, batch, rules, states
         if batch is None or len(batch.names) < len(problem.space.names):
             self.output = self._whole[1]
         else:
@@ -140,21 +138,18 @@ class SampleGradients:
         return arrived
 
     def backward(self, u: Tensor, last: bool = False, together: bool = False) -> Iterator[Piece]:
-        """Backpropagate vectors; a sample's gradient is that of its rows of the output.
+        """Backpropagate vectors; yield one parameter with rules after the other, then the others.
 
-        All samples come for one parameter with rules after the other, then the others. See
-        ``arrive`` and ``RecordedBatch.by_parameter``.
+        See ``arrive`` and ``RecordedBatch.by_parameter``.
         """
         known: Iterable[tuple[str, PerSampleGradient]] = ()
+        without_rule = {*self._problem.space.names}
         if self._batch is not None:
             known = self._batch.by_parameter(self.arrive(u, last), len(u), together)
+            without_rule.difference_update(self._batch.names)
         everyone = slice(0, self.num_samples)
-        return chain(((everyone, {name: x}) for name, x in known), self.rest(u))
-
-    def rest(self, u: Tensor) -> Iterator[Piece]:
-        """Backpropagate vectors ``[V, *output]`` to the parameters that have no rule."""
-        known = () if self._batch is None else self._batch.names
-        return self.one_by_one(u, {*self._problem.space.names}.difference(known))
+        pieces = ((everyone, {name: x}) for name, x in known)
+        return chain(pieces, self.one_by_one(u, without_rule))
 
     def refuse_interaction(self) -> None:
         """Raise a ValueError if samples interact, before gradients are computed ``one_by_one``."""
@@ -167,7 +162,8 @@ class SampleGradients:
             return iter(())
         if len(self.output):
             check_layers(self._problem, names, self._rules.fallbacks)
-        return self._fallback.gradients(self._problem, *self._whole, self.num_samples, u, names)
+        one_by_one = self._rules.one_by_one
+        return one_by_one.gradients(self._problem, *self._whole, self.num_samples, u, names)
 
 
 class SampleBackward:
@@ -190,15 +186,12 @@ class SampleBackward:
         self._allow_unassigned = allow_unassigned
         #: Why parameters are treated sample by sample.
         self.fallbacks: dict[str, str] = {}
-        self._graphs = KnownGraphs()
-        self._fallback = OneByOne(independent)
+        self.one_by_one = OneByOne(independent)
 
     def capture(self, problem: BatchProblem) -> SampleGradients:
         """Run the model on a batch, and return the gradients of its samples, not yet computed."""
-        self._graphs = problem.rules(KnownGraphs)
         states = GeneratorStates()
-        batch = self._record(problem, states)
-        return SampleGradients(problem, batch, self, self._fallback, states)
+        return SampleGradients(problem, self._record(problem, states), self, states)
 
     def _record(self, problem: BatchProblem, states: GeneratorStates) -> RecordedBatch | None:
         """Run the model on a batch and record it, ``None`` if no parameter has a rule."""
@@ -211,7 +204,7 @@ class SampleBackward:
         if batch.num_samples == 0:
             return None
         batch.weight = problem.check(batch.output)  # NaN would be taken for a wrong rule
-        if batch.is_constant:
+        if set(names).isdisjoint(batch.graph.leaves.values()):
             with problem.recording("once"):  # raises if the output depends on no parameter
                 pass
         batch.read()
@@ -230,7 +223,7 @@ class SampleBackward:
     ) -> RecordedBatch | None:
         """Run the model and keep its graph, ``None`` if it can only run without."""
         try:
-            return RecordedBatch(problem, names, self._graphs)
+            return RecordedBatch(problem, names, problem.rules(KnownGraphs))
         except Exception as error:  # a model that looks at its own graph may raise anything
             if isinstance(error, RuleError) or not is_refusal(error):
                 raise
@@ -273,16 +266,12 @@ class SampleBackward:
             batch.drop(self.fallbacks)
 
     def _check_interaction(self, problem: BatchProblem, batch: RecordedBatch) -> None:
-        """Compare samples alone, of a new graph whose backward pass runs the user's code.
-
-        What hooks and functions do, nodes do not show. Samples may meet where one batch is all
-        data.
-        """
+        """Compare samples alone, where nodes do not show what hooks and functions of users do."""
         if not problem.runs_users_code(batch.nodes if batch.graph.runs_python else ()):
             return
         check_gradients(problem, batch.graph.operations)
         if problem.risk.is_all_data(problem.batch) and couples_gradients(problem)[0]:
-            self._fallback.is_whole = True
+            self.one_by_one.is_whole = True
             self._use_fallback(batch.names, "hooks, or custom functions, let samples interact")
             batch.drop(self.fallbacks)
 

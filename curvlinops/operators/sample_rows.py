@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops.autodiff.backward import NoDerivativeError
 from curvlinops.autodiff.linear import Linear
+from curvlinops.layers.factors import PositionGradients
 from curvlinops.layers.gradients import (
     DenseGradient,
     Entries,
@@ -210,15 +211,13 @@ def products_by_position(
         parameter = use.name
         if parameter not in columns:
             continue
-        products = None
-        if use.samples is not None:
-            gradients = arrived.take(use, by_position=True, elementwise=True).to(like.dtype)
-            products = gradients.products_by_position(columns[parameter])
-        if products is None:
+        gradients = arrived.take(use, by_position=True, elementwise=True).to(like.dtype)
+        if use.samples is None or not isinstance(gradients, PositionGradients):
             raise ValueError(
                 f"The layer of parameter '{parameter}' has no positions: it uses a function of the "
                 f"parameter, or no axis of samples. {_NO_POSITIONS}"
             )
+        products = gradients.products_by_position(columns[parameter])
         if out is None:
             out, first = products[0], parameter
         elif out.shape != products.shape[1:]:

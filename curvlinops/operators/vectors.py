@@ -88,12 +88,9 @@ def hessian_roots(
 ) -> Iterator[Tensor]:
     """Yield square roots of the loss's Hessian, ``[V, *output]``, or, with a head, at its x.
 
-    Without draws, one position at a time: gradients of terms of the same sample are never added up,
-    so that the outer products are exact, whether terms interact in the model or not.
-
-    With draws, all positions at once. Terms of the same sample get random signs, so that the
-    products of different terms vanish in expectation. With one term per sample nothing is random,
-    and a single draw is exact.
+    Without draws, terms of a sample come one by one, so that the outer products are exact, also if
+    these interact in the model. With draws, they get random signs, so that the products of
+    different terms vanish in expectation. With one term per sample nothing is random.
     """
     loss, output, signs = problem.loss, samples.output, list[Tensor]()
     for rows in _roots(problem, samples, head):

@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from curvlinops.operators.kfac.estimate import backpropagated
 from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.structure import Structure
 from curvlinops.operators.kfac.sums import FactorSums, selected
-from curvlinops.operators.vectors import Head, head_of, mark_last
+from curvlinops.operators.vectors import head_of, mark_last
 from curvlinops.risk.batch_problem import BatchProblem
 from curvlinops.structured.layout import ParameterView
 
@@ -32,10 +32,11 @@ _OTHER_USES = (
 )
 
 
+@dataclass(frozen=True)
 class BlockSum(ABC):
     """A sum over gradients of a block, or a stack, as matrices ``[G, O, I]``; by kind.
 
-    Subclasses are dataclasses. Groups are the first axis of their tensors, and of sums.
+    Groups are the first axis of the tensors of subclasses, and of sums.
     """
 
     shape: KroneckerShape
@@ -43,6 +44,11 @@ class BlockSum(ABC):
     has_bias: bool
     #: Whether these are gradients of positions, not of samples.
     by_position = False
+
+    @classmethod
+    def of_block(cls, block: Block, *fields: Any) -> Self:
+        """Return the sum for a block, or for a stack, given the fields of the subclass."""
+        return cls(block.terms[0].shape, len(block.singles[0].views) > 1, *fields)
 
     @abstractmethod
     def of_matrices(self, rows: Tensor) -> dict[str, Tensor]:
@@ -53,7 +59,7 @@ class BlockSum(ABC):
         return None
 
     #: Returns summands of the sums over the gradients of a head's parameter, if it has any.
-    of_head: Callable[[Head, str, torch.dtype], Iterable[dict[str, Tensor]]] | None = None
+    of_head: ClassVar[Callable[..., Iterable[dict[str, Tensor]]] | None] = None
 
     def of_gradients(
         self, gradients: Sequence[FactoredGradient], is_alike: bool = True
@@ -66,8 +72,8 @@ class BlockSum(ABC):
                 yield from summands
                 continue
             for some in gradient.slices():
-                if has_factors:
-                    weight = gradient.matrices(some).flatten(0, 1)
+                if has_factors and not self.shape.one_hot_inputs:
+                    weight = gradient.values(some).flatten(0, 1)
                 else:
                     weight = self.shape.view.of(gradient.rows(some).flatten(0, 1).flatten(1))
                 bias = None
@@ -118,10 +124,10 @@ def add_block_sums(
         head = head_of(problem, samples, options.exact)
     vectors = backpropagated(problem, samples, options, head)
     if head is not None:
-        for stack, i in ((x, i) for x in wanted for i in range(len(x.singles))):
-            if (name := stack.singles[i].names[0]) in head.own:
-                pieces = wanted[stack].part(stack, [i]).of_head(head, name, dtype)
-                _add(sums, stack, [i], pieces)
+        for stack, of_stack in wanted.items():
+            for i, (name, *_) in enumerate(block.names for block in stack.singles):
+                if name in head.own:
+                    _add(sums, stack, [i], of_stack.part(stack, [i]).of_head(head, name, dtype))
         samples = head.before
     for u, last in mark_last(vectors):
         arrived, layers = samples.arrive(u, last), layers_of(samples, options.reduced)

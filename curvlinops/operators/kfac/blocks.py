@@ -95,11 +95,6 @@ class Uses(NamedTuple):
         unknown = {name: reason for name, reason in self.unknown.items() if name in names}
         return Uses(known, unknown, frozenset(x for x in self.inputs if x[0].name in names))
 
-    @property
-    def names(self) -> set[str]:
-        """The parameters that are used."""
-        return {use.name for use in self.known} | self.unknown.keys()
-
 
 @recorded
 @dataclass(frozen=True)
@@ -346,19 +341,14 @@ def plan_blocks(
             blocks.append(Block((ParameterView.whole(name, shape),), "zero", reason=reason))
     if options.fisher_type is FisherType.FORWARD_ONLY:
         _check_without_gradients(blocks)
-    for block in blocks:
-        first = firsts.get(block.views[0])
-        block.terms = tuple(sorted(block.terms, key=lambda term: term.shape != first))
     sources = _Sources(uses)
     partners = {use.view: use.partner for name in pairs.values() for use in by_name[name]}
-    return tuple(
-        replace(
-            block,
-            terms=tuple(sources.of(block.views[0], term) for term in block.terms),
-            weight=None if options.joint else partners.get(block.views[0]),
-        )
-        for block in blocks
-    )
+    for block in blocks:
+        view, first = block.views[0], firsts.get(block.views[0])
+        terms = sorted(block.terms, key=lambda term: term.shape != first)
+        block.terms = tuple(sources.of(view, term) for term in terms)
+        block.weight = None if options.joint else partners.get(view)
+    return tuple(blocks)
 
 
 class _Sources:
@@ -440,13 +430,10 @@ def _blocks_of(
     blocks = []
     for view in _ordered(by_view):
         terms = tuple(Term(shape) for shape in _shapes(by_view[view]))
-        if is_joint:
-            (use,) = by_view[view]
-            blocks.append(Block((view, use.partner), "kronecker", terms))
-        else:
-            is_separate_bias = options.joint and all(term.shape.is_bias for term in terms)
-            reason = _SEPARATE if is_separate_bias else ""
-            blocks.append(Block((view,), "kronecker", terms, reason=reason))
+        is_separate_bias = options.joint and all(term.shape.is_bias for term in terms)
+        views = (view, by_view[view][0].partner) if is_joint else (view,)
+        reason = _SEPARATE if is_separate_bias else ""
+        blocks.append(Block(views, "kronecker", terms, reason=reason))
     return blocks
 
 
@@ -476,18 +463,15 @@ def _exact_block(name: str, shape: Sequence[int], options: Options) -> Block:
     """Return the block of a parameter that is in no matrix product with data."""
     lengths = [length for length in shape if length != 1] or [1]
     groups, width, limit = prod(lengths[:-1]), lengths[-1], options.max_factor_size
+    views = (ParameterView.whole(name, shape),)
     if groups * width <= min(limit, _WHOLE):
         groups, width = 1, groups * width
     if width > limit or groups * width**2 > limit**2:
-        return Block(
-            (ParameterView.whole(name, shape),),
-            "diagonal",
-            reason=f"larger than max_factor_size={limit}",
-        )
+        return Block(views, "diagonal", reason=f"larger than max_factor_size={limit}")
     reason = "in no matrix product with data: its exact block"
     if groups > 1:
         reason += f", for each of {groups} vectors along the last axis"
-    return Block((ParameterView.whole(name, shape),), "dense", groups=groups, reason=reason)
+    return Block(views, "dense", groups=groups, reason=reason)
 
 
 def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) -> Block:
@@ -497,8 +481,8 @@ def _fallback(name: str, shape: Sequence[int], reason: str, options: Options) ->
             f"{reason}. Leave it out of params, choose fallback='diagonal' or fallback='dense', or "
             "write a rule for the call (see the page Extending)."
         )
-    limit = options.max_factor_size
+    structure, limit = options.fallback.value, options.max_factor_size
     if options.fallback is Fallback.DENSE and prod(shape) > limit:
+        structure = "diagonal"
         reason += f", and it is larger than max_factor_size={limit}"
-        return Block((ParameterView.whole(name, shape),), "diagonal", reason=reason)
-    return Block((ParameterView.whole(name, shape),), options.fallback.value, reason=reason)
+    return Block((ParameterView.whole(name, shape),), structure, reason=reason)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.algorithms.sampling import Estimate
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape
+from curvlinops.layers.factors import FactoredGradient
 from curvlinops.layers.outer import OuterProducts
 from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import PRODUCTS, Block, Stack
@@ -19,8 +19,6 @@ from curvlinops.support.rng import seeded
 class ExactProducts(BlockSum):
     """Products of the exact block with some vectors, matrices ``[L, K, G, O, I]`` for L blocks."""
 
-    shape: KroneckerShape
-    has_bias: bool
     vectors: Tensor
 
     def of_factors(self, gradient: FactoredGradient) -> Iterable[dict[str, Tensor]] | None:
@@ -63,8 +61,7 @@ def exact_products(
     for stack in structure.stacks:
         if stack.terms:
             of_stack = torch.stack([vectors.pop(block.views) for block in stack.singles])
-            has_bias = len(stack.singles[0].views) > 1
-            found[stack] = ExactProducts(stack.terms[0].shape, has_bias, of_stack)
+            found[stack] = ExactProducts.of_block(stack, of_stack)
     return found
 
 

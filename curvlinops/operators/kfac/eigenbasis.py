@@ -1,14 +1,18 @@
 """Second moments of gradients in the eigenbasis of a Kronecker product."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, relation, rotated
-from curvlinops.layers.gradients import squared_sum
+from curvlinops.layers.embedding import EmbeddingGradient
+from curvlinops.layers.factors import FactoredGradient, relation, rotated
+from curvlinops.layers.gradients import Entries, squared_sum
+from curvlinops.layers.outer import OuterProducts
 from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import BASIS_INPUTS, BASIS_OUTPUTS, MOMENT, Block, Stack
 from curvlinops.operators.vectors import Head
@@ -25,16 +29,9 @@ from curvlinops.structured.layout import ParameterView
 class Basis(BlockSum):
     """An orthogonal basis of a block's matrices ``[G, O, I]``; ``None`` for the standard basis."""
 
-    shape: KroneckerShape
     #: The basis of their columns, ``[G, O, O]``, and of their rows, ``[G, I, I]``.
     outputs: Tensor | None
     inputs: Tensor | None
-    has_bias: bool
-
-    @classmethod
-    def of_block(cls, block: Block, outputs: Tensor | None, inputs: Tensor | None) -> "Basis":
-        """Return the basis of a block, or of a stack of several."""
-        return cls(block.terms[0].shape, outputs, inputs, len(block.singles[0].views) > 1)
 
     def diagonal(self, eigenvalues: Tensor) -> StructuredLinearOperator:
         """Return the matrix with this eigenbasis and some eigenvalues ``[G, O, I]``."""
@@ -51,8 +48,31 @@ class Basis(BlockSum):
 
     def of_factors(self, gradient: FactoredGradient) -> list[dict[str, Tensor]] | None:
         """Return the sum of squared gradients in this basis, ``[G, O, I]``, of rotated factors."""
-        squares = gradient.squares_in_basis(self.outputs, self.inputs, self.has_bias)
-        return None if squares is None else [{MOMENT: squares}]
+        groups, num_outputs, num_inputs, *_ = gradient.kronecker_shape
+        if isinstance(gradient, OuterProducts):
+            of_factors = gradient.num_positions * (num_inputs**2 + num_outputs**2)
+            if of_factors <= num_inputs * num_outputs * (num_inputs + num_outputs):
+                sizes = groups, num_outputs, num_inputs + self.has_bias
+                return [{MOMENT: self._of_outer_products(gradient, sizes)}]
+        elif isinstance(gradient, EmbeddingGradient) and self.inputs is None and not self.has_bias:
+            g = rotated(gradient.output_gradients(), self.outputs).squeeze(3)
+            table = Entries.all([num_inputs, num_outputs])
+            squares = EmbeddingGradient(gradient.indices, g, table).sum_of_squares()
+            return [{MOMENT: rearrange(squares, "rows i -> 1 i rows")}]
+        return None
+
+    def _of_outer_products(self, gradient: OuterProducts, sizes: Sequence[int]) -> Tensor:
+        g, size = rotated(gradient.g, self.outputs), gradient.num_vectors * prod(sizes)
+        # of one position, matrices are not written down
+        is_one = gradient.num_positions == 1
+        pieces = [slice(None)] if is_one else gradient.slices(size + gradient.num_inputs)
+        squares: Tensor | float = 0.0
+        for some in pieces:
+            # where a sample has fewer positions than others, output gradients are zero
+            x = F.pad(gradient.x[some], (0, 1), value=1.0) if self.has_bias else gradient.x[some]
+            products = OuterProducts(rotated(x, self.inputs), g[:, some], Entries.all(sizes))
+            squares = squares + products.sum_of_squares()
+        return squares
 
     def of_head(self, head: Head, name: str, dtype: torch.dtype) -> Iterable[dict[str, Tensor]]:
         """Return the sum of squares of the gradients of a head's parameter in this basis."""

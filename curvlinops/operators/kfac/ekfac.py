@@ -12,7 +12,6 @@ from curvlinops.operators.kfac.eigenbasis import Basis, eigenbases
 from curvlinops.operators.kfac.inverse import Damping
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import matrices
-from curvlinops.operators.kfac.options import FisherType
 from curvlinops.operators.kfac.sums import ChangedError, FactorSums, moved
 from curvlinops.risk.data import Batches
 
@@ -35,24 +34,7 @@ class EKFACLinearOperator(KroneckerFactoredLinearOperator):
     ``"forward-only"``.
     """
 
-    def __post_init__(self) -> None:
-        """Check the options, too."""
-        if self.fisher_type == FisherType.FORWARD_ONLY:
-            raise ValueError(
-                "EKFAC needs gradients; fisher_type='forward-only' exists for KFAC only."
-            )
-        super().__post_init__()
-
-    def merge(self, other: KroneckerFactoredLinearOperator) -> None:
-        """Refuse: eigenvalues in different eigenbases cannot be added.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            "EKFAC operators cannot be merged, since their eigenvalues belong to different "
-            "eigenvectors. Merge KFACLinearOperators, or build one operator on all data."
-        )
+    _is_corrected = True
 
     def _compute(self, sums: FactorSums, batches: Batches | None = None) -> FactorSums:
         first = sums.num_batches

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.factors import FactoredGradient, moment
-from curvlinops.layers.gradients import PerSampleGradient, Piece, sum_of
+from curvlinops.layers.gradients import PerSampleGradient, sum_of
 from curvlinops.layers.reading import ParameterUse
 from curvlinops.layers.recorded import Arrived, stacks_of
 from curvlinops.layers.samples import SampleGradients
@@ -72,7 +72,6 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
         exact = [use for use in samples.uses if use.name in sums.structure.exact]
         # biases may have their B of a weight with an exact block
         whole = {use: arrived.peek(use) for use in exact}
-        pieces = chain(_exact_block_gradients(whole, samples, u), samples.rest(u))
         counting: dict[ParameterUse, Tensor | None] = {}
         if padding.masks:  # the rows of all uses are noted before some are counted
             places = [*chain(*_factored(sums, layers).values())]
@@ -99,7 +98,7 @@ def add_batch(sums: FactorSums, problem: BatchProblem, samples: SampleGradients)
                 "ignored, but its inputs count in the averages A of KFAC. Leave it out, or let the "
                 "model's attention_masks(X) be zero there."
             )
-        _add_exact_blocks(sums, pieces)
+        _add_exact_blocks(sums, samples, whole, u)
     sums.add(WEIGHT, [0], samples.weight.double())
 
 
@@ -156,16 +155,15 @@ def _add_head(sums: FactorSums, samples: SampleGradients, head: Head) -> None:
     for x in _summands(sums, layers, uses.inputs):
         if x.inputs is not None:
             _add_inputs(sums, [x], [head.own[x.use.name].to(dtype)], [None])
-        diagonal = x.use.shape.outputs > sums.options.max_factor_size
+        diagonal = _treatment(x.use, sums.options)[3]
         hessian = head.hessian.along(None).sum(0) if diagonal else head.hessian.sum()
         sums.add(x.gradients.stack, [x.gradients.index], hessian.to(dtype).unsqueeze(0))
 
 
 def _treatment(use: LayerUse, options: Options) -> tuple[bool, ...]:
     """Return whether inputs are averaged, get a one, and what is too large for a matrix."""
-    limit, shape = options.max_factor_size, use.shape
     is_reduced, has_bias = use.name in options.reduced, use.has_bias_input(options)
-    return is_reduced, has_bias, shape.inputs > limit, shape.outputs > limit
+    return is_reduced, has_bias, *reversed(use.shape.diagonal(options.max_factor_size))
 
 
 class Padding:
@@ -292,25 +290,23 @@ def _add_gradients(
     sums.add(stack[0].gradients.stack, [x.gradients.index for x in stack], moments)
 
 
-def _exact_block_gradients(
-    whole: Mapping[ParameterUse, PerSampleGradient], samples: SampleGradients, u: Tensor
-) -> Iterable[Piece]:
-    """Yield the gradients of parameters with exact blocks and rules, given those of their uses.
+def _add_exact_blocks(
+    sums: FactorSums,
+    samples: SampleGradients,
+    whole: Mapping[ParameterUse, PerSampleGradient],
+    u: Tensor,
+) -> None:
+    """Add outer products of samples' gradients, or their squares, given the gradients of uses.
 
-    If the samples of one use's rows are not known, the whole gradient is computed sample by sample.
+    Without a rule, or if the samples of one use are not known, they are computed sample by sample.
     """
     unassigned, summands = {use.name for use in whole if use.samples is None}, {}
     for use, gradient in whole.items():
         if use.name not in unassigned:
             summands.setdefault(use.name, []).append(gradient)
     known = {name: sum_of(gradients) for name, gradients in summands.items()}
-    one_by_one = samples.one_by_one(u, unassigned.difference(samples.fallbacks))
-    return chain([(slice(0, samples.num_samples), known)], one_by_one)
-
-
-def _add_exact_blocks(sums: FactorSums, pieces: Iterable[Piece]) -> None:
-    """Add outer products of samples' gradients, or their squares, to exact blocks."""
-    for _, gradients in pieces:
+    one_by_one = samples.one_by_one(u, unassigned | samples.fallbacks.keys())
+    for _, gradients in chain([(slice(0, samples.num_samples), known)], one_by_one):
         for name, gradient in gradients.items():
             block, place = sums.structure.exact[name], sums.structure.place(MATRIX, name)
             for some in gradient.slices():

@@ -11,7 +11,7 @@ from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.operators.kfac.blocks import Uses, layers_of
 from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.operators.kfac.layout import assemble, matrices
-from curvlinops.operators.kfac.partition import divided
+from curvlinops.operators.kfac.partition import divided, units
 from curvlinops.operators.kfac.sums import FactorSums
 from curvlinops.risk.key import key_of
 from curvlinops.structured.base import StructuredLinearOperator
@@ -69,7 +69,7 @@ def write_factors(
     for names in _passes(operator, parts, there):
         sums = operator._compute(operator._no_sums(names))
         with ranks.raise_on_all_ranks():
-            for unit in sums.units():
+            for unit in units(sums.uses, sums.space.names):
                 if sums.placement.holders(unit)[0] == ranks.rank:
                     write_part(path, sums.part(unit), key)
         del sums
@@ -142,6 +142,5 @@ def _read(
     shapes = {name: key[f"the shape of {name}"] for name in key["parameters"]}
     space = ParameterSpace(shapes, first.space.dtype, device)
     all_sums = (part.value for part in parts)
-    sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options)
-    sums.check_samples(f"directory {path}", num_samples)
+    sums = FactorSums.joined(f"directory {path}", all_sums, space, first.options, num_samples)
     return BlockDiagonalLinearOperator(*assemble(matrices(sums), sums))

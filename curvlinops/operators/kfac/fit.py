@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from curvlinops.layers.factors import FactoredGradient, KroneckerShape, moment, rotated
+from curvlinops.layers.factors import FactoredGradient, moment, rotated
 from curvlinops.operators.kfac.block_sums import BlockSum
 from curvlinops.operators.kfac.blocks import FIT_INPUTS, FIT_OUTPUTS, Block, Stack, moment_factor
 from curvlinops.operators.kfac.options import FitType, Options
@@ -29,14 +29,12 @@ BOTH = (FIT_OUTPUTS, FIT_INPUTS)
 class FitSum(BlockSum):
     """The sums of one pass for a block."""
 
-    shape: KroneckerShape
-    has_bias: bool
     #: The wanted factors, by ``FIT_OUTPUTS`` and ``FIT_INPUTS``: only their diagonals?
     diagonal: Mapping[str, bool]
-    by_position: bool = False
     #: The matrices C for B, ``[G, I, I]`` or ``[G, I]``, and for A; ``None``: the identity.
-    inputs: Tensor | None = None
-    outputs: Tensor | None = None
+    inputs: Tensor | None
+    outputs: Tensor | None
+    by_position: bool = False
 
     def of_factors(self, gradient: FactoredGradient) -> Iterator[dict[str, Tensor]] | None:
         """Return the sums over gradients ``g x^T`` of positions."""
@@ -104,12 +102,11 @@ def sums_of_pass(
     """Return the sums of a pass for the wanted factors, given the matrices C if any."""
     options, limit, found = sums.options, sums.options.max_factor_size, {}
     for stack in fitted(sums):
-        shape, first = stack.terms[0].shape, stack.singles[0]
-        is_diagonal = shape.outputs > limit, shape.one_hot_inputs or shape.inputs > limit
-        diagonal = {kind: x for kind, x in zip(BOTH, is_diagonal, strict=True) if kind in kinds}
-        by_position = first.names[0] not in options.reduced
+        pairs = zip(BOTH, stack.terms[0].shape.diagonal(limit), strict=True)
+        diagonal = {kind: is_diagonal for kind, is_diagonal in pairs if kind in kinds}
+        by_position = stack.names[0] not in options.reduced
         C = (others.get(stack.key(other)) for other in reversed(BOTH))
-        found[stack] = FitSum(shape, len(first.views) > 1, diagonal, by_position, *C)
+        found[stack] = FitSum.of_block(stack, diagonal, *C, by_position)
     return found
 
 

@@ -135,6 +135,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
     factor_placement: str = "replicate"
 
     _per_sample = True
+    #: Whether eigenvalues in the factors' eigenbasis are those of the data.
+    _is_corrected = False
 
     def __post_init__(self) -> None:
         """Begin without factors."""
@@ -142,13 +144,11 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
         self._set_sums(None)
 
     def _check_options(self) -> None:
-        self.fisher_type = str(check_choice("fisher_type", self.fisher_type, FisherType))
-        self.mc_samples = check_count("mc_samples", self.mc_samples)
-        self.seed = check_count("seed", self.seed, at_least=0)
-        self.fallback = str(check_choice("fallback", self.fallback, Fallback))
-        self.fit = str(check_choice("fit", self.fit, FitType))
-        self.steps = check_count("steps", self.steps)
-        self.max_factor_size = check_count("max_factor_size", self.max_factor_size, at_least=0)
+        kinds = {"fisher_type": FisherType, "fallback": Fallback, "fit": FitType}
+        chosen = {name: check_choice(name, getattr(self, name), x) for name, x in kinds.items()}
+        least = {"mc_samples": 1, "seed": 0, "steps": 1, "max_factor_size": 0}
+        counts = {name: check_count(name, getattr(self, name), x) for name, x in least.items()}
+        vars(self).update({name: str(x) for name, x in chosen.items()} | counts)
         check_choice("factor_placement", self.factor_placement, ("replicate", "partition"))
         check_flag("separate_weight_and_bias", self.separate_weight_and_bias)
         check_flag("exact", self.exact)
@@ -156,19 +156,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             self.num_per_example_loss_terms = check_count(
                 "num_per_example_loss_terms", self.num_per_example_loss_terms
             )
-        self._options = Options(
-            FisherType(self.fisher_type),
-            self.mc_samples,
-            self.seed,
-            self.exact,
-            reduced_parameters(self.kfac_approx, self.risk.space.names),
-            not self.separate_weight_and_bias,
-            Fallback(self.fallback),
-            self.max_factor_size,
-            FitType(self.fit),
-            self.steps,
-        )
+        reduced = reduced_parameters(self.kfac_approx, self.risk.space.names)
+        joint = not self.separate_weight_and_bias
+        self._options = Options(exact=self.exact, reduced=reduced, joint=joint, **chosen, **counts)
         self._options.check(self.risk.loss)
+        if self._is_corrected and self._options.fisher_type is FisherType.FORWARD_ONLY:
+            raise ValueError(
+                "EKFAC needs gradients; fisher_type='forward-only' exists for KFAC only."
+            )
         is_divided = self.factor_placement == "partition" and self.risk.ranks.size > 1
         self._placement = Placement(self.risk.ranks, {} if is_divided else None)
         if len(self._blocks) > 1:
@@ -234,9 +229,14 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
 
         Raises:
             ValueError: If the other one has another class, model, loss or parameters, or other
-                options.
+                options; for EKFAC.
             RuntimeError: If parameters are used in ways that do not go together.
         """
+        if self._is_corrected:
+            raise ValueError(
+                "EKFAC operators cannot be merged, since their eigenvalues belong to different "
+                "eigenvectors. Merge KFACLinearOperators, or build one operator on all data."
+            )
         if self._placement.is_divided:
             raise ValueError("Operators with factor_placement='partition' cannot be merged.")
         if self._options.fit is not FitType.KFAC:
@@ -553,8 +553,8 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             key = parts[0].key if parts else {}
         if parts:
             check_operator(parts[0].source, key, self, self._key_options(), _OTHERS)
-        sums = FactorSums.joined(source, (x.value for x in parts), self.space, self._options)
-        sums.check_samples(source, self._num_samples)
+        number, values = self._num_samples, (x.value for x in parts)
+        sums = FactorSums.joined(source, values, self.space, self._options, number)
         sums = replace(sums, placement=self._placement)
         self._set_sums(sums.divided().own() if sums.placement.is_divided else sums)
 

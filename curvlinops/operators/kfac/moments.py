@@ -32,7 +32,6 @@ def input_factor(
     Masks ``[N, S]`` say which inputs count. If wanted, a sample's inputs are averaged first
     (``reduce``), and get a one as last entry (``bias``), and only the ``diagonal`` is computed.
     """
-    diagonal = diagonal or gradients[0].kronecker_shape.one_hot_inputs
     masked = list(zip(gradients, masks, strict=True))
     if reduce:
         return _reduced_inputs(masked, bias, diagonal)

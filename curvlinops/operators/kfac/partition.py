@@ -26,9 +26,8 @@ def divided(
 ) -> dict[str, int]:
     """Return to which of ``num`` processes or passes each parameter belongs; known ones stay.
 
-    The largest units come first, to the process that has least. The time to decompose factors is
-    about the power 1.5 of their size, and counts as much as memory. Factors above the limit are
-    diagonal.
+    The largest units come first, to the process that has least: of memory, and of the time to
+    decompose factors, which is about the power 1.5 of their size.
     """
     owners, loads, groups = dict(known or {}), [0.0] * num, units(uses, list(shapes))
     new = [group for group in groups if owners.keys().isdisjoint(group)]
@@ -54,13 +53,8 @@ def num_entries(
         shape = use.shape
         if use.name not in names or shape is None or (shape.is_bias and use.shares_gradients):
             continue
-        sizes = [(shape.outputs, False)]
-        sizes += [] if shape.is_bias else [(shape.inputs, shape.one_hot_inputs)]
-        number = shape.groups * sum(
-            size if is_diagonal or size > limit else size**2 for size, is_diagonal in sizes
-        )
         # processes have the uses in different orders
-        factors[use.view] = max(number, factors.get(use.view, 0))
+        factors[use.view] = max(sum(shape.factor_sizes(limit)), factors.get(use.view, 0))
     return sum(prod(shapes[name]) for name in names) + sum(factors.values())
 
 

@@ -92,10 +92,9 @@ def structure_of(
     owners: Mapping[str, int] | None = None,
     firsts: Mapping[ParameterView, KroneckerShape] | None = None,
 ) -> Structure:
-    """Return the structure that follows from uses.
+    """Return the structure that follows from uses; see ``FactorSums`` for the other arguments.
 
-    Equal blocks may be ``is_apart``, or of different ``owners``, by parameter: they make up no
-    stacks. The shapes of the first Kronecker products of some blocks may be given as ``firsts``.
+    Blocks that are ``is_apart``, or of different ``owners``, make up no stacks.
     """
     if not (uses.known or uses.unknown):  # no batch was seen
         return Structure((), ())
@@ -163,11 +162,8 @@ def _alike(unit: Sequence[Block], options: Options) -> Any:
 
 def _largest(block: Block, options: Options) -> int:
     """Return the number of entries of a block's largest tensor."""
-    sizes, limit = [1, block.layout.size], options.max_factor_size
+    sizes = [1, block.layout.size]
     if block.structure == "dense":
         sizes.append(block.layout.size**2 // block.groups)
-    for shape, *_ in block.terms:
-        widths = [shape.outputs]
-        widths += [] if shape.is_bias or shape.one_hot_inputs else [shape.inputs]
-        sizes += [shape.groups * width**2 for width in widths if width <= limit]
-    return max(sizes)
+    of_terms = (term.shape.factor_sizes(options.max_factor_size) for term in block.terms)
+    return max(chain(sizes, *of_terms))

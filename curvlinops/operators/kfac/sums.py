@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from curvlinops.layers.factors import KroneckerShape
 from curvlinops.linear_operator.space import ParameterSpace, not_finite
 from curvlinops.operators.kfac.blocks import BASES, COUNTS, INPUTS, WEIGHT, Stack, Uses
 from curvlinops.operators.kfac.options import Options
-from curvlinops.operators.kfac.partition import Placement, divided, units
+from curvlinops.operators.kfac.partition import Placement, divided
 from curvlinops.operators.kfac.structure import Structure, structure_of
 from curvlinops.risk.batch_problem import NO_DERIVATIVE, OVERFLOW
 from curvlinops.structured.layout import ParameterView
@@ -54,6 +53,7 @@ class FactorSums:
     #: The shapes of the matrices in whose eigenbases eigenvalues are, by a block's first view.
     firsts: Mapping[ParameterView, KroneckerShape] = field(default_factory=dict)
     placement: Placement = field(default_factory=Placement)
+    #: ``None``: it is found anew.
     structure: Structure = None
 
     def __post_init__(self) -> None:
@@ -62,10 +62,6 @@ class FactorSums:
             of_sums = self.is_apart, self.placement.owners, self.firsts
             self.structure = structure_of(self.uses, self.space.shapes, self.options, *of_sums)
             self.tensors = moved(self.tensors, self.structure)
-
-    def changed(self, **fields: Any) -> "FactorSums":
-        """Return the sums with other fields, on which the structure depends."""
-        return replace(self, structure=None, **fields)
 
     @property
     def weight(self) -> Tensor | float:
@@ -76,9 +72,10 @@ class FactorSums:
         """Return the sums for these uses and more; raise a ChangedError if that needs others."""
         if self.uses == uses:
             return self
-        after, before = self.changed(uses=uses), self.structure.exact
+        after, before = replace(self, uses=uses, structure=None), self.structure.exact
+        seen = {use.name for use in self.uses.known} | self.uses.unknown.keys()
         for name, block in after.structure.exact.items():
-            if name in self.uses.names and (
+            if name in seen and (
                 name not in before
                 or (before[name].structure, before[name].groups) != (block.structure, block.groups)
             ):
@@ -103,34 +100,30 @@ class FactorSums:
                 f"loss is finite: {NO_DERIVATIVE}, or {OVERFLOW}."
             )
 
-    def check_samples(self, source: str, number: int | None) -> None:
-        """Refuse means over another number of samples than an operator's, if both are known."""
-        is_known = None not in (self.num_samples, number) and not self.is_updated
-        if is_known and self.num_samples != number:
-            raise ValueError(
-                f"The {source} differs in the number of samples: it has {self.num_samples}, not "
-                f"{number}. Pass the same data, or compute the factors again."
-            )
-
     # --- some of the parameters
-
-    def units(self) -> list[list[str]]:
-        """Return the parameters in groups whose blocks have no sum in common."""
-        return units(self.uses, self.space.names)
 
     def part(self, names: Collection[str]) -> "FactorSums":
         """Return the sums of some parameters, which must have no sum in common with others."""
         space = self.space.restricted(list(names))
         firsts = {view: shape for view, shape in self.firsts.items() if view.name in names}
         uses = self.uses.of(names)
-        return self.changed(space=space, uses=uses, firsts=firsts)
+        return replace(self, space=space, uses=uses, firsts=firsts, structure=None)
 
     @classmethod
     def joined(
-        cls, source: str, parts: Iterable["FactorSums"], space: ParameterSpace, options: Options
+        cls,
+        source: str,
+        parts: Iterable["FactorSums"],
+        space: ParameterSpace,
+        options: Options,
+        number: int | None,
     ) -> "FactorSums":
-        """Return the means of all parameters, from parts of one source and of the same data."""
-        needed, there = list[FactorSums](), set[str]()
+        """Return the means of all parameters, from parts of one source and of the same data.
+
+        Means over another ``number`` of samples are refused, if both are known.
+        """
+        uses, tensors, there, seen = Uses(), dict[Stack, Tensor](), set[str](), list[tuple]()
+        firsts, is_updated = dict[ParameterView, KroneckerShape](), False
         for part in sorted(parts, key=lambda part: (-len(part.space.names), part.space.names)):
             names = part.space.names
             if there.issuperset(names):  # another process computed them, too
@@ -140,31 +133,34 @@ class FactorSums:
                     f"Several files have factors of {', '.join(names)}, together with those of "
                     "other parameters. Delete the directory, and compute them again."
                 )
-            needed.append(part)
             there.update(names)
+            uses = uses.union(part.uses)
+            tensors |= part.tensors
+            firsts |= part.firsts
+            is_updated |= part.is_updated
+            seen.append((part.num_batches, float(part.weight)))
+            last = part
         if missing := [name for name in space.names if name not in there]:
             raise ValueError(
                 f"The {source} has factors of {len(there)} of {len(space.names)} parameters; "
                 f"{missing[0]!r} is missing. Continue their computation by write_factors. All "
                 "processes must have the same directory."
             )
-        uses, tensors, seen = Uses(), dict[Stack, Tensor](), set[tuple]()
-        firsts, is_updated = dict[ParameterView, KroneckerShape](), False
-        for part in sorted(needed, key=lambda part: space.names.index(part.space.names[0])):
-            seen.add((part.num_batches, float(part.weight)))
-            uses = uses.union(part.uses)
-            tensors |= part.tensors
-            firsts |= part.firsts
-            is_updated |= part.is_updated
-        if len(seen) > 1:
+        if len(different := sorted({*seen})) > 1:
             raise ValueError(
                 "The data was not the same in all passes for parts of the factors: numbers of "
-                f"batches and weights were {sorted(seen)}. Delete the directory, and give the same "
+                f"batches and weights were {different}. Delete the directory, and give the same "
                 "data in each pass."
             )
+        is_known = None not in (last.num_samples, number) and not is_updated
+        if is_known and last.num_samples != number:
+            raise ValueError(
+                f"The {source} differs in the number of samples: it has {last.num_samples}, not "
+                f"{number}. Pass the same data, or compute the factors again."
+            )
+        of_data = last.num_batches, last.scale, is_updated, last.num_samples
         # files are mapped to memory, and not read before they are used
-        of_data = part.num_batches, part.scale, is_updated, part.num_samples
-        return cls(space, options, uses, tensors, *of_data, len(needed) > 1, firsts)
+        return cls(space, options, uses, tensors, *of_data, len(seen) > 1, firsts)
 
     def _record(self) -> tuple:
         # the structure follows from uses; files have whole parameters
@@ -245,8 +241,9 @@ class FactorSums:
             return self
         limit = self.options.max_factor_size
         owners = divided(self.uses, self.space.shapes, limit, num, known)
-        placement = replace(self.placement, owners=owners)
-        return self if owners == known else self.changed(placement=placement)
+        if owners == known:
+            return self
+        return replace(self, placement=replace(self.placement, owners=owners), structure=None)
 
     def over_ranks(self) -> "FactorSums":
         """Return the sums, or this rank's part, over the data of all ranks, which know all uses."""
