@@ -46,7 +46,7 @@ from curvlinops.integrations.transformers import problem
 from curvlinops.operators.kfac.sums import ChangedError
 from curvlinops.structured.kronecker import SumOfKroneckersLinearOperator
 from curvlinops.team.messages import gather_objects
-from curvlinops.team.team import Ranks
+from curvlinops.team.team import Team
 from curvlinops.training import KFACPreconditioner
 
 CHECKS, check = registry()
@@ -436,7 +436,7 @@ def bases_that_are_lost() -> None:
 
 @check()
 def memory_for_sums_of_others() -> None:
-    ranks, own = Ranks(group()), {} if rank() else {"a": torch.ones(2)}
+    ranks, own = Team(group()), {} if rank() else {"a": torch.ones(2)}
     for share in (ranks.add_all, ranks.exchange):
         with fails(RuntimeError, "device type.*nowhere", on=1):
             share(own, "nowhere" if rank() else "cpu")
