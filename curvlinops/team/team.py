@@ -209,6 +209,8 @@ class Team:
 
     def any(self, answer: Callable[[], bool]) -> bool:
         """Ask each process; return whether the answer of any is true."""
+        if self.is_alone:
+            return answer()
         with self.sending():
             return any(self.gather_objects(answer()))
 
