@@ -21,7 +21,7 @@ from curvlinops.algorithms.iteration import (
 from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
-from curvlinops.support.arguments import as_integer, check_choice, check_count
+from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.rng import check_source, read_generator
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
@@ -144,7 +144,7 @@ def eigsh(
     check_callback(callback)
     check_source(seed, generator)
     matrix = Matrix(A, square=True)
-    k = _count_pairs(k, matrix)
+    k = check_count("k", k, at_most=matrix.shape[0])
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
     if which == "SM":
         raise ValueError(
@@ -202,17 +202,6 @@ def eigsh(
 def _history(checks: list[tuple[int, float]]) -> Tensor:
     """Return the products and largest residuals at each check, ``[num_checks, 2]``."""
     return torch.tensor(checks, dtype=torch.float64, device="cpu")
-
-
-def _count_pairs(k: int, matrix: Matrix) -> int:
-    """Check the number of pairs."""
-    dim, number = matrix.shape[0], as_integer(k)
-    if number is not None and number > dim > 0:
-        raise ValueError(
-            f"k must be from 1 to {dim}, the number of eigenvalues, got {k}. All eigenpairs: "
-            "torch.linalg.eigh(A.to_dense())."
-        )
-    return check_count("k", k, at_most=dim)
 
 
 class RitzPairs(NamedTuple):
