@@ -9,6 +9,7 @@ process with an error still takes part in the next communication, so that no oth
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from hashlib import blake2b
 from math import fsum
 from typing import Any, TypeVar
@@ -36,6 +37,19 @@ Number = TypeVar("Number", int, float)
 
 #: Numbers by name: those of this process inside of a task, then their sums over processes.
 Totals = dict[str, Tensor | float]
+
+
+def _together(method: Callable[..., Iterator[Any]]) -> Callable[..., AbstractContextManager[Any]]:
+    """Make a context of a method; a process alone gets one that does nothing, with its totals."""
+    context = contextmanager(method)
+
+    @wraps(method)
+    def enter(team: "Team", *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        if team.is_alone:
+            return nullcontext(defaultdict(float))
+        return context(team, *args, **kwargs)
+
+    return enter
 
 
 class Team:
@@ -97,15 +111,12 @@ class Team:
         """Return a context whose errors are sent to the others, which gather objects next."""
         return nullcontext() if self.is_alone else sending_errors(self.gather_objects)
 
-    @contextmanager
+    @_together
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Raise an error in all processes if there is one in any.
 
         Sharded parameters can be gathered inside.
         """
-        if self.is_alone:
-            yield
-            return
         with self.shards.open(), self.sending():
             yield
             self.gather_objects(None)
@@ -116,7 +127,7 @@ class Team:
 
     # --- passes over data
 
-    @contextmanager
+    @_together
     def task(
         self, describe: Describe, columns: Tensor | None = None, space: Any = None
     ) -> Iterator[Totals]:
@@ -127,9 +138,6 @@ class Team:
         enter it inside of them.
         """
         totals: Totals = defaultdict(float)
-        if self.is_alone:
-            yield totals
-            return
         with self.shards.open(), self.sending():
             yield totals
             own = {name: float(number) for name, number in totals.items()}
@@ -149,7 +157,7 @@ class Team:
         """
         return nullcontext()
 
-    @contextmanager
+    @_together
     def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
         """Add up the sums of all after a task, which raises the errors of all.
 
