@@ -67,10 +67,6 @@ class Matrix:
             raise ValueError("A product with the matrix is not finite, though the vector is.")
         return out
 
-    def vectors(self, X: Tensor) -> Any:
-        """Return vectors ``[columns]`` or ``[columns, K]`` as users get them."""
-        return self.space.vectors(X)
-
     def read(self, x: Vectors) -> Given:
         """Return a user's vectors, an array or a tensor for each parameter, as columns."""
         without_graph(x, "The vector")

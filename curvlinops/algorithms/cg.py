@@ -79,6 +79,6 @@ def _check_curvature(A: DampedMatrix, X: Tensor, s: Systems, Q: Tensor, curvatur
             f"curvature {lowest:.1e} (the norm is at least {float(norm.max()):.1e}). Use "
             "MINRESInverseLinearOperator, a Gauss-Newton matrix, or a damping of more than "
             f"{-lowest:.1e}.",
-            A.vectors(direction.T),
-            A.vectors(X.T),
+            A.space.vectors(direction.T),
+            A.space.vectors(X.T),
         )

@@ -21,7 +21,7 @@ from curvlinops.algorithms.iteration import (
 from curvlinops.algorithms.krylov import ASYMMETRY
 from curvlinops.linear_operator.space import ParameterSpace
 from curvlinops.linear_operator.vectors import Vectors
-from curvlinops.support.arguments import as_integer, check_choice, check_count
+from curvlinops.support.arguments import check_choice, check_count
 from curvlinops.support.rng import check_source, read_generator
 
 #: The default ``ncv``, and how many bytes so many basis vectors may need.
@@ -144,7 +144,7 @@ def eigsh(
     check_callback(callback)
     check_source(seed, generator)
     matrix = Matrix(A, square=True)
-    k = _count_pairs(k, matrix)
+    k = check_count("k", k, at_most=matrix.shape[0])
     maxiter = check_count("maxiter", 1000 if maxiter is None else maxiter, at_least=0)
     if which == "SM":
         raise ValueError(
@@ -164,7 +164,9 @@ def eigsh(
         values, vectors = known
         residuals = matrix.space.norms((matrix @ vectors - vectors * values).T).to(vectors)
         history = _history([(matrix.num_products, float(residuals.max()))])
-        return Eigenpairs(values, matrix.vectors(vectors), residuals, matrix.num_products, history)
+        return Eigenpairs(
+            values, matrix.space.vectors(vectors), residuals, matrix.num_products, history
+        )
     # the result does not depend on the start, so that there is no need to draw a seed
     generator = read_generator(matrix.device, 0 if seed is generator is None else seed, generator)
     basis, checks = LanczosBasis(matrix, start, ncv, generator), list[tuple[int, float]]()
@@ -173,12 +175,12 @@ def eigsh(
         checks.append((matrix.num_products, float(pairs.residuals.max())))
 
         def state() -> Iteration:
-            vectors = basis.combine(pairs.vectors)
+            vectors = basis.rows.combine(pairs.vectors)
             return Iteration(
                 iteration=len(checks),
                 num_products=matrix.num_products,
                 residuals=pairs.residuals.to(vectors.device),
-                iterate=matrix.vectors(vectors),
+                iterate=matrix.space.vectors(vectors),
                 values=pairs.values.to(vectors),
             )
 
@@ -193,26 +195,15 @@ def eigsh(
             f"{float(pairs.residuals.max()):.1e}. Allow a larger ncv, maxiter or tol.",
             on_failure,
         )
-    vectors = basis.release(pairs.vectors)
+    vectors = basis.rows.release(pairs.vectors)
     values, residuals = pairs.values.to(vectors), pairs.residuals.to(vectors)
-    vectors = matrix.vectors(vectors)
+    vectors = matrix.space.vectors(vectors)
     return Eigenpairs(values, vectors, residuals, matrix.num_products, _history(checks))
 
 
 def _history(checks: list[tuple[int, float]]) -> Tensor:
     """Return the products and largest residuals at each check, ``[num_checks, 2]``."""
     return torch.tensor(checks, dtype=torch.float64, device="cpu")
-
-
-def _count_pairs(k: int, matrix: Matrix) -> int:
-    """Check the number of pairs."""
-    dim, number = matrix.shape[0], as_integer(k)
-    if number is not None and number > dim > 0:
-        raise ValueError(
-            f"k must be from 1 to {dim}, the number of eigenvalues, got {k}. All eigenpairs: "
-            "torch.linalg.eigh(A.to_dense())."
-        )
-    return check_count("k", k, at_most=dim)
 
 
 class RitzPairs(NamedTuple):
@@ -355,7 +346,7 @@ class _Search:
         self._limits = None
         if not self._basis.is_settled:
             better = self._pairs.select(is_better & ~self._converged)
-            row = self._basis.combine(better.vectors.sum(1, keepdim=True)).T
+            row = self._basis.rows.combine(better.vectors.sum(1, keepdim=True)).T
             self.check()
             self._lock()
             if len(better.values):
@@ -473,7 +464,7 @@ class _Rows:
 
 
 class LanczosBasis:
-    """An orthonormal basis V with ``A V = V H + q b^T``, stored as rows.
+    """An orthonormal basis V with ``A V = V H + q b^T``, stored as ``rows``.
 
     q is the unit vector that is multiplied next. H has the measured coefficients, and is symmetric
     up to the rounding errors of products. V has ``size`` rows, and at most ``ncv``. The first
@@ -485,7 +476,7 @@ class LanczosBasis:
     def __init__(self, matrix: Matrix, start: Tensor | None, ncv: int, generator: torch.Generator):
         self._matrix, self._generator, self.ncv = matrix, generator, ncv
         self._space, self._eps = matrix.space, torch.finfo(matrix.dtype).eps
-        self._rows = _Rows(matrix.space)  # V, then q
+        self.rows = _Rows(matrix.space)  # V, then q
         self._H = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
         self._noise = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norm = 0.0  # a lower bound on the norm of A: the largest product so far
@@ -531,9 +522,9 @@ class LanczosBasis:
         size = self._space.norms(row).to(row).unsqueeze(1)
         row = row / size.where(size > 0, 1.0)
         for _ in range(2):
-            self._rows.remove(0, self.size, row)
+            self.rows.remove(0, self.size, row)
         row, _ = self._unit(row, 100 * self._eps)
-        self._rows.remove(0, self.size, row)
+        self.rows.remove(0, self.size, row)
         row, _ = self._unit(row, 0.5)
         self._set_next(row, torch.zeros(self.size, dtype=torch.float64, device="cpu"))
         self._first_coupled, self._log_betas, self._dropped = 0, 0.0, list[Tensor]()
@@ -544,20 +535,20 @@ class LanczosBasis:
         if not self._has_next:
             self.begin(self.random_row())
         m = self.size
-        w = (self._matrix @ self._rows[m].T).T.contiguous()
+        w = (self._matrix @ self.rows[m].T).T.contiguous()
         largest = float(self._space.norms(w))
         self._norm = max(self._norm, largest)
         H = torch.zeros(m + 1, m + 1, dtype=torch.float64, device="cpu")
         H[:m, :m], H[m, :m] = self._H, self._b
         # in exact arithmetic the first pass is enough; the second one removes rounding errors
         for first in (self._first_coupled, 0):
-            H[first:, m] += self._rows.remove(first, m + 1, w)
+            H[first:, m] += self.rows.remove(first, m + 1, w)
         is_beginning = float(self.is_beginning)
         self.size = m + 1
         q, beta = self._unit(w, self.rounding)
         if 0 < beta < 0.1 * largest:
             # little is left, and its rounding errors are large relative to it: a third pass
-            self._rows.remove(0, m + 1, q)
+            self.rows.remove(0, m + 1, q)
             q, rest = self._unit(q, 0.5)
             beta *= rest
         self._log_betas += log(beta) if beta else inf
@@ -636,8 +627,8 @@ class LanczosBasis:
         self._dropped.append(pairs.values[is_dropped])
         pairs = pairs.select(kept)
         self._start = pairs.vectors.T @ self._start
-        q = self._rows[self.size][: int(self._has_next)].clone()
-        self._rows.recombine(pairs.vectors)
+        q = self.rows[self.size][: int(self._has_next)].clone()
+        self.rows.recombine(pairs.vectors)
         self.size, self._H, self._first_coupled = len(pairs.values), pairs.values.diag(), 0
         self._noise, self.num_locked = pairs.noise, int(pairs.is_locked.sum())
         eye = torch.eye(self.num_locked, dtype=torch.float64, device="cpu")
@@ -651,14 +642,6 @@ class LanczosBasis:
         self.restart(pairs, torch.arange(len(pairs.values), device="cpu"))
         self._has_next = False
 
-    def combine(self, Y: Tensor) -> Tensor:
-        """Return the vectors ``[D, p]`` with coefficients ``[m, p]`` in the basis."""
-        return self._rows.combine(Y)
-
-    def release(self, Y: Tensor) -> Tensor:
-        """Return vectors as ``combine`` does, in the memory of the basis, which ends."""
-        return self._rows.release(Y)
-
     def _unit(self, row: Tensor, negligible: float) -> tuple[Tensor, float]:
         """Return a row ``[1, D]`` of norm one, or none if it is negligible, and its norm."""
         norm = self._space.norms(row)
@@ -668,7 +651,7 @@ class LanczosBasis:
 
     def _set_next(self, q: Tensor, b: Tensor) -> None:
         self._has_next, self._b = len(q) > 0, b
-        self._rows[self.size][: len(q)] = q
+        self.rows[self.size][: len(q)] = q
 
     def _check_symmetric(self, H: Tensor, start: int) -> None:
         """Check that the measured coefficients of the last block are symmetric."""

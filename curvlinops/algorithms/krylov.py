@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Generic, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -244,10 +244,6 @@ class DampedMatrix:
             return columns
         return self._preconditioner._multiply_columns(columns).contiguous().to(columns)
 
-    def vectors(self, X: Tensor) -> Any:
-        """Return vectors as users get them, see ``Matrix.vectors``."""
-        return self._matrix.vectors(X)
-
     def _check_symmetric(self, columns: Tensor, products: Tensor) -> None:
         """Check ``<x, A y> = <A x, y>`` for the last two products, without another one."""
         last, self._last = self._last, (columns, products)
@@ -297,7 +293,7 @@ class IterationLog:
             iteration=len(self._residuals) - 1,
             num_products=self._A.num_products,
             residuals=self._residuals[-1],
-            iterate=self._A.vectors(X.T),
+            iterate=self._A.space.vectors(X.T),
         )
 
     def history(self) -> Tensor:

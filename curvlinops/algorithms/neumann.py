@@ -138,7 +138,7 @@ class NeumannInverseLinearOperator(TorchLinearOperator):
             iteration=k,
             num_products=k * len(total),
             residuals=residuals,
-            iterate=self._matrix.vectors(total.T),
+            iterate=self.domain.vectors(total.T),
         )
 
     def _diverge(self, k: int) -> None:

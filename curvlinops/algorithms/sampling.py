@@ -231,7 +231,7 @@ class Sampler:
                 f"is too large for {estimate.dtype}. Scale the matrix."
             )
         if estimate.ndim:
-            estimate, error = self.matrix.vectors(estimate), self.matrix.vectors(error)
+            estimate, error = map(self.matrix.space.vectors, (estimate, error))
         return Estimate(estimate, error) if self.return_error else estimate
 
     def _relative(self, estimate: Tensor, error: Tensor) -> float:

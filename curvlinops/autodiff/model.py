@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from curvlinops.autodiff.overrides.embedding import check_options
 from curvlinops.autodiff.parameters import (
-    Kind,
     check_complete,
     check_distinct,
     check_params,
     check_ties,
     find_ties,
+    kind_of,
     named_parameters,
     read_params,
     spread_error,
@@ -71,7 +71,7 @@ class Model(ABC):
         check_params(params)
         self.source, self.params, self.as_list = source, params, given is None
         self._given, self._ties = given, ties or {}
-        self._kinds = {name: Kind.of(param) for name, param in params.items()}
+        self._kinds = {name: kind_of(param) for name, param in params.items()}
         self._find_modules()
         if self.module is None and distributed_tensors():
             for root in self.roots:
@@ -115,7 +115,8 @@ class Model(ABC):
         """Use the modules, and the tensors of the user's dictionary, as they are now."""
         params = self._read()
         for name, before in self._kinds.items():
-            if (now := Kind.of(params[name])) != before:
+            if (now := kind_of(params[name])) != before:
+                now, before = (f"of shape {list(x)}, {t} on {at}" for x, t, at in (now, before))
                 raise ValueError(
                     f"Parameter '{name}' is now {now}; it was {before} when the operator was "
                     "built. Build a new operator."
@@ -151,7 +152,7 @@ class Model(ABC):
         self._move(device)
         if self._given and any(self._given[name] is not x for name, x in self.params.items()):
             self._given = None  # the user's tensors stay where they are
-        self._kinds = {name: Kind.of(param) for name, param in self.params.items()}
+        self._kinds = {name: kind_of(param) for name, param in self.params.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters and all tensors of modules by name, also those in no ``params``."""

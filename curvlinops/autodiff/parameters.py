@@ -1,7 +1,7 @@
 """The user's parameters: their names, and the checks of their kinds."""
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,20 +98,9 @@ def select_parameters(module: nn.Module, *patterns: str) -> dict[str, nn.Paramet
     return {name: param for name, param in named.items() if first.get(id(param)) == name}
 
 
-class Kind(NamedTuple):
-    """The traits of a parameter that must not change."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, param: Tensor) -> "Kind":
-        """Return the kind of a parameter."""
-        return cls(param.shape, param.dtype, param.device)
-
-    def __str__(self) -> str:
-        return f"of shape {list(self.shape)}, {self.dtype} on {self.device}"
+def kind_of(param: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Return the traits of a parameter that must not change."""
+    return param.shape, param.dtype, param.device
 
 
 def find_ties(parameters: Mapping[str, Tensor]) -> dict[str, str]:

@@ -516,8 +516,8 @@ class TorchLinearOperator(LinearOperator):
             raise ValueError("A linear operator can only be divided by a scalar.")
         return self._scaled(1.0 / _factor(scalar))
 
-    def __pow__(self, exponent: float) -> "TorchLinearOperator":
-        return self._raised(exponent)
+    def __pow__(self, exponent: Any) -> "TorchLinearOperator":
+        return PowerLinearOperator(self, exponent)
 
     # --- what an operator with structure overrides to keep it
 
@@ -541,9 +541,6 @@ class TorchLinearOperator(LinearOperator):
 
     def _scaled(self, scalar: float) -> "TorchLinearOperator":
         return ScaledLinearOperator(self, scalar)
-
-    def _raised(self, exponent: Any) -> "TorchLinearOperator":
-        return PowerLinearOperator(self, exponent)
 
     def _eigenpairs(self, k: int, which: str) -> tuple[Tensor, Tensor] | None:
         """Return k eigenvalues and eigenvectors as ``eigsh``, or None if no structure has them."""

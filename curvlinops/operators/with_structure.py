@@ -55,7 +55,7 @@ class StructuredDataLinearOperator(DataLinearOperator):
 
     _has_structure = True
     _scaled = of_structure(StructuredLinearOperator._scaled)
-    _raised = of_structure(StructuredLinearOperator._raised)
+    __pow__ = of_structure(StructuredLinearOperator.__pow__)
     _eigenpairs = of_structure(StructuredLinearOperator._eigenpairs)
 
     def _structured(self) -> StructuredLinearOperator:

@@ -1,6 +1,5 @@
 """Facts about which all processes of a risk must agree."""
 
-import os
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,15 +7,12 @@ from torch import Tensor, nn
 from curvlinops.support.digest import checksum
 from curvlinops.support.torch_internals import distributed_tensors
 
-#: If this environment variable is set, each product compares the values of parameters.
-COMPARES_ALWAYS = "CURVLINOPS_COMPARE_PROCESSES"
-
 
 def description(
     risk: Any, task: str, columns: Tensor | None = None, with_values: bool = False
 ) -> dict[str, Any]:
     """Return what must be the same in all processes, by name; perhaps with all numbers."""
-    values = numbers_of(risk) if with_values or COMPARES_ALWAYS in os.environ else {}
+    values = numbers_of(risk) if with_values else {}
     return {
         "operation": f"{risk.name}.{task}",
         "loss": None if risk.loss is None else risk.loss.description,

@@ -111,7 +111,7 @@ class BatchProblem:
     @cached_property
     def _watch(self) -> Watch:
         """Watches the model's first evaluation."""
-        return Watch(self.model.replaced, self.model.shards.is_gathered)
+        return Watch(self.model.replaced)
 
     def learned(self) -> ModelFacts:
         """Return the facts about the model; evaluate it first if it was not evaluated before."""

@@ -191,9 +191,9 @@ class Watch(TorchFunctionMode):
     pass would add to the gradients of parameters.
     """
 
-    def __init__(self, replaced: dict[int, str], is_gathered: Callable[[Any], bool]):
+    def __init__(self, replaced: dict[int, str]):
         super().__init__()
-        self._replaced, self._is_gathered = replaced, is_gathered
+        self._replaced = replaced
         self.differentiates = self.stops_gradients = self.is_in_loss = False
 
     def __torch_function__(
@@ -210,7 +210,8 @@ class Watch(TorchFunctionMode):
                 "differentiate. For a derivative that is a part of the loss, call "
                 "torch.autograd.grad(..., create_graph=True)."
             )
-        if func in DIFFERENTIATING and any(map(self._is_gathered, leaves((args, kwargs)))):
+        given = leaves((args, kwargs)) if func in DIFFERENTIATING else ()
+        if any(hasattr(x, "gathered_from") for x in given):  # see ``Shards.read``
             raise NotImplementedError(
                 "The model differentiates with respect to a sharded parameter itself, which is not "
                 "supported. Leave the parameter out of sharding: fully_shard(..., ignored_params)."

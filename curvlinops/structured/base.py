@@ -288,7 +288,7 @@ class StructuredLinearOperator(TorchLinearOperator):
         units[order[chosen], torch.arange(k, device=self.device)] = 1.0
         return values[chosen], decomposition.eigenvectors @ units
 
-    def _raised(self, exponent: Any) -> TorchLinearOperator:
+    def __pow__(self, exponent: Any) -> TorchLinearOperator:
         return self.power(exponent)
 
     # --- what a subclass implements

@@ -190,10 +190,6 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
     def _team(self) -> Team:
         return largest([super()._team, self.ranks.in_step])
 
-    def _complete(self, numbers: Tensor) -> Tensor:
-        """Return numbers of all blocks, given numbers that are zero for other processes' blocks."""
-        return self.ranks.add(numbers)
-
     def _map(
         self, function: Callable[[StructuredLinearOperator], StructuredLinearOperator]
     ) -> "BlockDiagonalLinearOperator":
@@ -259,18 +255,18 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
                 layout.write(some, out)
                 continue
             whole = some.new_zeros(len(some), space.dim)
-            layout.write(self._complete(some), whole)
+            layout.write(self.ranks.add(some), whole)
             for name, x in space.whole.views(whole).items():  # other blocks may have other entries
                 out[:, self.domain.slice(name)] += flat(self.domain.part(name, x))
-        return out if in_parts else self._complete(out)
+        return out if in_parts else self.ranks.add(out)
 
     # --- quantities
 
     def _trace(self) -> Tensor:
-        return self._complete(torch.stack([block._trace() for block in self._stacks])).sum()
+        return self.ranks.add(torch.stack([block._trace() for block in self._stacks])).sum()
 
     def _norm(self) -> Tensor:
-        norms = self._complete(torch.stack([block._norm().double() for block in self._stacks]))
+        norms = self.ranks.add(torch.stack([block._norm().double() for block in self._stacks]))
         return double_norm(norms, 0)
 
     def _diagonal(self) -> Tensor:
@@ -278,7 +274,7 @@ class BlockDiagonalLinearOperator(StructuredLinearOperator):
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         results = self._each(lambda block: block._slogdet())
-        signs, logarithms = (self._complete(torch.stack(x)) for x in zip(*results, strict=True))
+        signs, logarithms = (self.ranks.add(torch.stack(x)) for x in zip(*results, strict=True))
         return signs.prod(), logarithms.sum()
 
     # --- functions of the operator

@@ -1,4 +1,4 @@
-"""Private handles of PyTorch without which the package can be imported, but not used."""
+"""Private handles of PyTorch. A version that lacks one that products need cannot be imported."""
 
 import functools
 import importlib
@@ -14,26 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.utils import parametrize
 
-
-def internal(module: str, name: str) -> Any:
-    """Return a function or class from a private place, or one that raises where it is used."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-
-        def missing(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError(
-                f"PyTorch {torch.__version__} has no {module}.{name}, without which this version "
-                "of curvlinops cannot do that. Install another version of one of them."
-            )
-
-        return missing
-
-
 #: Nested containers: ``tree_flatten``, ``tree_unflatten``, ``tree_leaves``, ``tree_is_leaf``.
 pytree = importlib.import_module("torch.utils._pytree")
 #: A context in which no ``TorchFunctionMode`` or tensor subclass sees calls.
-without_torch_function = internal("torch._C", "DisableTorchFunction")
+without_torch_function = torch._C.DisableTorchFunction
 
 
 def input_metadata(node: Any, number: int = 0) -> Any:
@@ -83,7 +67,7 @@ def function_of(node: Any) -> type:
     return type(node)._forward_cls
 
 
-run_backward = internal("torch.autograd.graph", "_engine_run_backward")
+run_backward = torch.autograd.graph._engine_run_backward
 
 
 @contextmanager
@@ -255,11 +239,11 @@ def prepare_forward_mode() -> None:
 
 
 #: ``torch.compiler.disable`` without the import of the compiler, which takes a second.
-disable_compiler = internal("torch", "_disable_dynamo")
+disable_compiler = torch._disable_dynamo
 #: The function that ``torch.nn.utils.parametrizations.weight_norm`` calls.
 weight_norm = getattr(torch, "_weight_norm", None)
-_will_run = internal("torch._C", "_will_engine_execute_node")
-_transforms = internal("torch._C._functorch", "peek_interpreter_stack")
+_will_run = torch._C._will_engine_execute_node
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def in_transform() -> bool:

@@ -1,13 +1,13 @@
 """Processes that compute together: the only folder that imports ``torch.distributed``.
 
-A team is a process alone (``Team``), processes with copies of the model (``Ranks``), or with
-shards of it and perhaps copies of these (``ShardedRanks``). All have the same methods, so that
-callers need not ask which it is. ``Shards`` are the parameters that are sharded, perhaps none: they
-gather a parameter when a module reads it, and add its gradient to a sum as soon as it is there.
+A team is processes with copies of the model, or one process alone (``Team``), or processes with
+shards of the model and perhaps copies of these (``ShardedTeam``). Callers need not ask which it is.
+``Shards`` are the parameters that are sharded, perhaps none: they gather a parameter when a module
+reads it, and add its gradient to a sum as soon as it is there.
 
 | file | has |
 |---|---|
-| ``team.py`` | the three teams, and ``team_of`` |
+| ``team.py`` | the two kinds of teams, and ``team_of`` |
 | ``shards.py`` | parameters, and rounds in which processes request what they need of others |
 | ``fully_shard.py`` | what of ``fully_shard`` is refused, and the casts of its mixed precision |
 | ``scattering.py`` | derivatives with respect to gathered parameters |

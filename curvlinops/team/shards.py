@@ -537,10 +537,6 @@ class Shards:
             )
         return x
 
-    def is_gathered(self, x: Any) -> bool:
-        """Return whether a tensor is a parameter that is differentiated, and was gathered."""
-        return hasattr(x, "gathered_from")
-
     def source_of(self, x: Tensor) -> Tensor | None:
         """Return the sharded parameter of which a tensor, or its base, was gathered."""
         found = self._found(x)

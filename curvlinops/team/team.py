@@ -9,6 +9,7 @@ process with an error still takes part in the next communication, so that no oth
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from hashlib import blake2b
 from math import fsum
 from typing import Any, TypeVar
@@ -38,17 +39,31 @@ Number = TypeVar("Number", int, float)
 Totals = dict[str, Tensor | float]
 
 
+def _together(method: Callable[..., Iterator[Any]]) -> Callable[..., AbstractContextManager[Any]]:
+    """Make a context of a method; a process alone gets one that does nothing, with its totals."""
+    context = contextmanager(method)
+
+    @wraps(method)
+    def enter(team: "Team", *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+        if team.is_alone:
+            return nullcontext(defaultdict(float))
+        return context(team, *args, **kwargs)
+
+    return enter
+
+
 class Team:
-    """Processes that compute together. This class is a process alone, which has all of the data.
+    """Processes that compute together, each with a copy of the model, or one process alone.
 
-    All processes call the methods that communicate, in the same order. Those of a process alone
-    return what they are given. ``shards`` are the sharded parameters of the model.
+    They may have whole parameters beside sharded ones, ``shards``. All call the methods that
+    communicate, in the same order. Those of a process that ``is_alone``, and has all of the data,
+    return what they are given.
     """
-
-    size, rank = 1, 0
 
     def __init__(self, group: Any = None, shards: Shards = WHOLE):
         self.group, self.shards = group, shards
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
+        self.is_alone = group is None or (self.size == 1 and not shards.params)
 
     def __deepcopy__(self, memo: dict) -> "Team":
         return self  # the processes stay the same
@@ -69,8 +84,8 @@ class Team:
 
         Copies of shards count, too.
         """
-        is_alone = self.group is None and bool(self.shards)
-        return team_of(self.shards.members, self.shards) if is_alone else self
+        has_no_group = self.group is None and bool(self.shards)
+        return team_of(self.shards.members, self.shards) if has_no_group else self
 
     @property
     def adding(self) -> "Team":
@@ -80,7 +95,11 @@ class Team:
     @property
     def in_step(self) -> "Team":
         """The processes that do the same at the same time: each is alone while it gathers."""
-        return self
+        if self.is_alone:
+            return self
+        if self.shards.is_open:
+            return ALONE
+        return team_of(self.group) if self.shards else self
 
     def number(self, index: int) -> int:
         """Return the number of this process's batch among those of all, which alternate."""
@@ -90,14 +109,17 @@ class Team:
 
     def sending(self) -> AbstractContextManager[None]:
         """Return a context whose errors are sent to the others, which gather objects next."""
-        return nullcontext()
+        return nullcontext() if self.is_alone else sending_errors(self.gather_objects)
 
-    def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Return a context that raises an error in all processes if there is one in any.
+    @_together
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """Raise an error in all processes if there is one in any.
 
         Sharded parameters can be gathered inside.
         """
-        return nullcontext()
+        with self.shards.open(), self.sending():
+            yield
+            self.gather_objects(None)
 
     def raise_once(self) -> AbstractContextManager[None]:
         """Return the same context, unless parameters can be gathered already."""
@@ -105,118 +127,16 @@ class Team:
 
     # --- passes over data
 
-    def task(
-        self, describe: Describe, columns: Tensor | None = None, space: Any = None
-    ) -> AbstractContextManager[Totals]:
-        """Return a context in which each process passes over its own data, and adds to totals.
-
-        Afterwards the totals are those of all. Processes that describe different things, or
-        multiply different columns of a space, are refused; an error in one is raised in all. Call
-        this before ``sharing`` and ``summing``, and enter it inside of them.
-        """
-        return nullcontext(defaultdict(float))
-
-    def sharing(self, vectors: Columns, sums: Columns | None = None) -> AbstractContextManager:
-        """Return a context in which processes share vectors and sums, see ``Shards.product``.
-
-        Afterwards all have passed over their data, or there is an error in all.
-        """
-        return nullcontext()
-
-    def summing(self, vectors: Columns, sums: Tensor, space: Any) -> AbstractContextManager:
-        """Return a context for a pass over data, after which the sums of all are added up.
-
-        This process's sums, or its parts of them, ``[K, dim]`` in a space, are overwritten.
-        """
-        return nullcontext()
-
-    # --- collectives
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the objects of all processes, in the order of ranks; raise their errors."""
-        return [value]
-
-    def largest(self, number: Number) -> Number:
-        """Return the largest of a number in each process."""
-        return max(self.gather_objects(number))
-
-    def any(self, answer: Callable[[], bool]) -> bool:
-        """Ask each process; return whether the answer of any is true."""
-        return answer()
-
-    def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
-        """Add all processes' tensors, in place if they are contiguous; return the sum.
-
-        With ``to``, that rank alone gets the sum; others get meaningless numbers.
-        """
-        return tensor
-
-    def joined(self, part: Tensor, length: int) -> Tensor:
-        """Return the rows of all processes, ``length`` in equal parts but for the last one."""
-        return part
-
-    def add_all(
-        self,
-        tensors: Mapping[Any, Tensor],
-        device: torch.device,
-        holders: Callable[[Any], Sequence[int]] | None = None,
-    ) -> dict[Any, Tensor]:
-        """Return the sums over processes of tensors by name, which are overwritten.
-
-        A missing tensor counts as zero. By default all ranks get a sum, else its ``holders``.
-        """
-        return dict(tensors)
-
-    def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-        """Return the tensors of all processes by key; one tensor under several keys stays one."""
-        return dict(tensors)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Return a rank's tensor, written to this rank's, which must be contiguous."""
-        return tensor
-
-    def check_same(self, columns: Tensor) -> None:
-        """Refuse vectors that are not the same in all processes, up to rounding."""
-
-
-#: A process alone.
-ALONE = Team()
-
-
-class Ranks(Team):
-    """Processes each of which has a copy of the model, or whole parameters beside sharded ones."""
-
-    def __init__(self, group: Any, shards: Shards = WHOLE):
-        super().__init__(group, shards)
-        self.size, self.rank = group.size(), group.rank()
-
-    @property
-    def in_step(self) -> Team:
-        """Return a process alone while parameters are gathered."""
-        if self.shards.is_open:
-            return ALONE
-        return team_of(self.group) if self.shards else self
-
-    # --- errors
-
-    def sending(self) -> AbstractContextManager[None]:
-        """Send errors to the others."""
-        return sending_errors(self.gather_objects)
-
-    @contextmanager
-    def raise_on_all_ranks(self) -> Iterator[None]:
-        """Gather errors at the end."""
-        with self.shards.open(), self.sending():
-            yield
-            self.gather_objects(None)
-
-    # --- passes over data
-
-    @contextmanager
+    @_together
     def task(
         self, describe: Describe, columns: Tensor | None = None, space: Any = None
     ) -> Iterator[Totals]:
-        """Gather at the end what each has done, its numbers, and errors."""
+        """Let each process pass over its own data, and add to totals, which are then those of all.
+
+        Processes that describe different things, or multiply different columns of a space, are
+        refused; an error in one is raised in all. Call this before ``sharing`` and ``summing``, and
+        enter it inside of them.
+        """
         totals: Totals = defaultdict(float)
         with self.shards.open(), self.sending():
             yield totals
@@ -230,16 +150,27 @@ class Ranks(Team):
                 else total
             )
 
-    @contextmanager
+    def sharing(self, vectors: Columns, sums: Columns | None = None) -> AbstractContextManager:
+        """Return a context in which processes share vectors and sums, see ``Shards.product``.
+
+        Afterwards all have passed over their data, or there is an error in all.
+        """
+        return nullcontext()
+
+    @_together
     def summing(self, vectors: Columns, sums: Tensor, space: Any) -> Iterator[None]:
-        """Add up sums after a task that has raised the errors of all."""
+        """Add up the sums of all after a task, which raises the errors of all.
+
+        This process's sums, or its parts of them, ``[K, dim]`` in a space, are overwritten.
+        """
         yield
         self.add(sums)
 
     def check_same(self, columns: Tensor) -> None:
-        """Compare vectors."""
-        with self.sending():
-            self._agree({}, self._sketches(columns, None), None)
+        """Refuse vectors that are not the same in all processes, up to rounding."""
+        if not self.is_alone:
+            with self.sending():
+                self._agree({}, self._sketches(columns, None), None)
 
     def _agree(
         self, description: Mapping[str, Any], sketches: Mapping[Any, list[float]], value: Any
@@ -271,17 +202,33 @@ class Ranks(Team):
     # --- collectives
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Serve requests until all are here, then gather."""
+        """Return the objects of all processes, in the order of ranks; raise their errors.
+
+        Before that, serve the requests of others until all are here.
+        """
+        if self.is_alone:
+            return [value]
         self.shards.settle()
         return gather_objects(value, self.group)
 
+    def largest(self, number: Number) -> Number:
+        """Return the largest of a number in each process."""
+        return max(self.gather_objects(number))
+
     def any(self, answer: Callable[[], bool]) -> bool:
-        """Gather the answers, or an error."""
+        """Ask each process; return whether the answer of any is true."""
+        if self.is_alone:
+            return answer()
         with self.sending():
             return any(self.gather_objects(answer()))
 
     def add(self, tensor: Tensor, to: int | None = None) -> Tensor:
-        """Add up tensors."""
+        """Add all processes' tensors, in place if they are contiguous; return the sum.
+
+        With ``to``, that rank alone gets the sum; others get meaningless numbers.
+        """
+        if self.is_alone:
+            return tensor
         self.shards.settle()
         tensor = tensor.contiguous()
         if to is None:
@@ -291,7 +238,9 @@ class Ranks(Team):
         return tensor
 
     def joined(self, part: Tensor, length: int) -> Tensor:
-        """Gather rows."""
+        """Return the rows of all processes, ``length`` in equal parts but for the last one."""
+        if self.is_alone:
+            return part
         return gather_parts(empty_whole(part, length, self.group), part, self.group)[:length]
 
     def add_all(
@@ -300,7 +249,12 @@ class Ranks(Team):
         device: torch.device,
         holders: Callable[[Any], Sequence[int]] | None = None,
     ) -> dict[Any, Tensor]:
-        """Agree on the tensors, and add them one by one."""
+        """Return the sums over processes of tensors by name, which are overwritten.
+
+        A missing tensor counts as zero. By default all ranks get a sum, else its ``holders``.
+        """
+        if self.is_alone:
+            return dict(tensors)
         kinds: dict[Any, tuple] = {}
         for other in self.gather_objects({key: (x.shape, x.dtype) for key, x in tensors.items()}):
             kinds = other | kinds
@@ -320,7 +274,9 @@ class Ranks(Team):
         return sums
 
     def exchange(self, tensors: Mapping[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-        """Send each tensor once, whatever keys it has."""
+        """Return the tensors of all processes by key; one tensor under several keys stays one."""
+        if self.is_alone:
+            return dict(tensors)
         memory = {key: (x.data_ptr(), x.shape, x.stride(), x.dtype) for key, x in tensors.items()}
         distinct = {memory[key]: x for key, x in tensors.items()}
         place = {where: i for i, where in enumerate(distinct)}
@@ -340,13 +296,19 @@ class Ranks(Team):
         return {key: parts[rank][i] for rank, x in enumerate(keys) for key, i in x.items()}
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Send a tensor."""
+        """Return a rank's tensor, written to this rank's, which must be contiguous."""
+        if self.is_alone:
+            return tensor
         self.shards.settle()
         distributed.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
 
-class ShardedRanks(Ranks):
+#: A process alone.
+ALONE = Team()
+
+
+class ShardedTeam(Team):
     """Processes that have parts of the parameters, and of vectors; perhaps with copies of both."""
 
     def task(
@@ -393,10 +355,8 @@ def team_of(group: Any, shards: Shards = WHOLE) -> Team:
             "process_group must be a torch.distributed.ProcessGroup to which this process "
             f"belongs, such as torch.distributed.group.WORLD, got {group!r}."
         )
-    if group is not None and shards.params:
-        return ShardedRanks(group, shards)
-    is_alone = group is None or group.size() == 1
-    return Team(group, shards) if is_alone else Ranks(group, shards)
+    is_sharded = group is not None and bool(shards.params)
+    return (ShardedTeam if is_sharded else Team)(group, shards)
 
 
 def largest(teams: Iterable[Team]) -> Team:

@@ -15,7 +15,6 @@ from curvlinops.operators.kfac.kfac import KroneckerFactoredLinearOperator
 from curvlinops.support.arguments import check_count, check_number
 
 _ORDER = "Call preconditioner.step(X, y) after loss.backward() and before optimizer.step()."
-_DENSE = "Take sparse=False, or build K without this parameter."
 
 
 class KFACPreconditioner:
@@ -52,8 +51,7 @@ class KFACPreconditioner:
 
     Raises:
         TypeError: If ``K`` is neither KFAC nor EKFAC.
-        ValueError: If a number is out of range, the optimizer lacks a parameter of ``K``, or a
-            module makes sparse gradients of one.
+        ValueError: If a number is out of range, or the optimizer lacks a parameter of ``K``.
 
     Example:
         >>> import torch
@@ -100,9 +98,6 @@ class KFACPreconditioner:
         self._params = dict(zip(K.space.names, params, strict=True))
         self._inverse: TorchLinearOperator | None = None
         self._learning_rates()  # knows all parameters
-        for module in K.risk.model.modules:
-            if getattr(module, "sparse", False) and any(p is module.weight for p in params):
-                raise ValueError(f"The gradient of a {type(module).__name__} is sparse. {_DENSE}")
         #: The gradients that the optimizer has used, and the versions that it has used.
         self._used = used = WeakTensorKeyDictionary()
 
@@ -154,7 +149,10 @@ class KFACPreconditioner:
             raise ValueError(f"The optimizer has made a step with these gradients. {_ORDER}")
         for name, grad in grads.items():
             if grad.layout != torch.strided:
-                raise ValueError(f"The gradient of {name!r} is sparse. {_DENSE}")
+                raise ValueError(
+                    f"The gradient of {name!r} is sparse. Take sparse=False, or build K without "
+                    "this parameter."
+                )
 
     def _learning_rates(self) -> dict[str, Any]:
         """Return the learning rate of each parameter."""

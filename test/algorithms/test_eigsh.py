@@ -444,7 +444,7 @@ def test_without_convergence():
     "arguments, message",
     [
         ({"k": 0}, "k must be"),
-        ({"k": matrices.LARGE_DIM + 1}, r"k must be .*torch.linalg.eigh\(A.to_dense\(\)\)"),
+        ({"k": matrices.LARGE_DIM + 1}, "k must be an integer from 1 to"),
         ({"which": "ZZ"}, "which must be"),
         ({"tol": -1.0}, "tol must be"),
         ({"tol": float("nan")}, "tol must be"),

@@ -33,24 +33,19 @@ _TILE, _MIN_QUERIES = 2**18, 64
 Formula = Callable[[Tensor, list[Tensor], list[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 
-class Options(NamedTuple):
-    """The factor of the scores, and whether queries see no later keys."""
-
-    scale: float
-    is_causal: bool
-
-
 class Operands(NamedTuple):
     """Queries ``[N, H, R, d]``, keys ``[N, H, T, d]``, values ``[N, H, T, o]``, and how they meet.
 
-    The mask ``[N, H, R, T]``, boolean or additive, is constant.
+    The mask ``[N, H, R, T]``, boolean or additive, is constant. ``scale`` is the factor of the
+    scores; if it ``is_causal``, queries see no later keys.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
-    options: Options
+    scale: float
+    is_causal: bool
 
 
 class Attention(torch.autograd.Function):
@@ -59,7 +54,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> Tensor:
         """Return the output."""
-        *tensors, ctx.options = operands
+        tensors, ctx.options = operands[:4], operands[4:]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         of = Operands(*operands)
@@ -71,14 +66,14 @@ class Attention(torch.autograd.Function):
         """Return the gradients w.r.t. queries, keys and values."""
         # without a graph the formulas themselves, which vmap can batch
         call = AttentionBackward.apply if torch.is_grad_enabled() else _gradients
-        return (*call(g, *ctx.saved_tensors, ctx.options), None, None)
+        return (*call(g, *ctx.saved_tensors, *ctx.options), None, None, None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """Return the tangent of the output."""
         *qkv, mask = ctx.saved_tensors
         qkv = [forward_ad.unpack_dual(tensor).primal for tensor in qkv]
-        return AttentionTangent.apply(*qkv, mask, ctx.options, *_filled(qkv, tangents[:3]))
+        return AttentionTangent.apply(*qkv, mask, *ctx.options, *_filled(qkv, tangents[:3]))
 
 
 class AttentionBackward(torch.autograd.Function):
@@ -87,7 +82,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, g: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         """Return the gradients w.r.t. queries, keys and values."""
-        *tensors, ctx.options = operands
+        tensors, ctx.options = operands[:4], operands[4:]
         ctx.save_for_backward(g, *tensors)
         ctx.set_materialize_grads(False)
         return tuple(_gradients(g, *operands))
@@ -96,12 +91,12 @@ class AttentionBackward(torch.autograd.Function):
     def backward(ctx: Any, *vectors: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients w.r.t. output gradient, queries, keys and values."""
         g, *tensors = ctx.saved_tensors
-        of, filled = Operands(*tensors, ctx.options), _filled(tensors[:3], vectors)
+        of, filled = Operands(*tensors, *ctx.options), _filled(tensors[:3], vectors)
         if any(wanted_gradients(ctx)[1:]):
             grads = _second_gradients(g, of, *filled)
         else:  # a product with the Jacobian
             grads = [_tangent(of, *filled), None, None, None]
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 class AttentionTangent(torch.autograd.Function):
@@ -110,17 +105,18 @@ class AttentionTangent(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         """Return the tangent."""
-        (*tensors, ctx.options), vectors = arguments[:5], arguments[5:]
-        ctx.save_for_backward(*tensors, *vectors)
-        return _tangent(Operands(*arguments[:5]), *vectors)
+        *tensors, scale, is_causal = of = Operands(*arguments[:6])
+        ctx.save_for_backward(*tensors, *arguments[6:])
+        ctx.options = scale, is_causal
+        return _tangent(of, *arguments[6:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients: ``<G, tangent>`` is ``<dQ, x> + <dK, y> + <dV, z>``."""
         tensors, vectors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-        of = Operands(*tensors, ctx.options)
+        of = Operands(*tensors, *ctx.options)
         _, *grads = _second_gradients(g, of, *vectors)
-        return (*grads, None, None, *_gradients(g, *of))
+        return (*grads, None, None, None, *_gradients(g, *of))
 
 
 # --- the formulas
@@ -129,7 +125,7 @@ class AttentionTangent(torch.autograd.Function):
 def _gradients(g: Tensor, *operands: Any) -> list[Tensor]:
     """Return ``dQ = scale dS K``, ``dK = scale dS^T Q`` and ``dV = P^T G``."""
     of = Operands(*operands)
-    scale = of.options.scale
+    scale = of.scale
 
     def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
         (q, g), (k, v) = queries, keys
@@ -147,7 +143,7 @@ def _tangent(of: Operands, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
     def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
         (q, x), (k, v, y, z) = queries, keys
-        A = _softmax_derivative(P, _change_of_scores(q, k, x, y, of.options.scale))
+        A = _softmax_derivative(P, _change_of_scores(q, k, x, y, of.scale))
         return [A @ v + P @ z], []
 
     return _in_tiles(formula, [of.q, x], [of.k, of.v, y, z], of)[0]
@@ -158,7 +154,7 @@ def _second_gradients(g: Tensor, of: Operands, x: Tensor, y: Tensor, z: Tensor) 
 
     With ``E = scale (x K^T + Q y^T)`` it is ``<dS, E> + <P, G z^T>``.
     """
-    scale = of.options.scale
+    scale = of.scale
 
     def formula(P: Tensor, queries: list[Tensor], keys: list[Tensor]) -> tuple[list, list]:
         (q, g, x), (k, v, y, z) = queries, keys
@@ -211,11 +207,11 @@ def _in_tiles(
     num_samples = min(N, max(1, tile // max(num_rows * T * num_heads, 1)))
 
     def of_rows(at: tuple[slice, slice], rows: slice) -> tuple[list, list]:
-        stop = min(rows.stop, T) if of.options.is_causal else T
+        stop = min(rows.stop, T) if of.is_causal else T
         of_queries = [x[*at, rows].to(dtype) for x in queries]
         of_keys = [x[*at, :stop].to(dtype) for x in keys]
         bias = None if of.mask is None else of.mask[*at, rows]
-        P = _weights(of_queries[0], of_keys[0], bias, of.options, rows.start)
+        P = _weights(of_queries[0], of_keys[0], bias, of, rows.start)
         return formula(P, of_queries, of_keys)
 
     def of_heads(at: tuple[slice, slice]) -> list[Tensor]:
@@ -243,10 +239,10 @@ def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, length)) for i in range(0, length, size))
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, options: Options, first: int) -> Tensor:
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, of: Operands, first: int) -> Tensor:
     """Return P of a tile whose queries have numbers from ``first`` on."""
-    S = q * options.scale @ k.mT
-    if options.is_causal and first < S.shape[-1]:
+    S = q * of.scale @ k.mT
+    if of.is_causal and first < S.shape[-1]:
         later = S.new_ones(S.shape[-2], S.shape[-1] - first, dtype=torch.bool).triu(1)
         S[..., first:].masked_fill_(later, -inf)
     if mask is None:
@@ -286,10 +282,10 @@ def attention(
     if mask is not None:
         mask = mask.detach().expand(*q.shape[:-1], k.shape[-2])
         mask = mask if q.ndim == 4 else mask.unsqueeze(0)
-    options = Options(q.shape[-1] ** -0.5 if scale is None else scale, is_causal)
+    options = q.shape[-1] ** -0.5 if scale is None else scale, is_causal
     if q.ndim == 4:
-        return Attention.apply(q, k, v, mask, options)
-    return Attention.apply(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, options)[0]
+        return Attention.apply(q, k, v, mask, *options)
+    return Attention.apply(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), mask, *options)[0]
 
 
 def _cast(x: Tensor | None) -> Tensor | None:

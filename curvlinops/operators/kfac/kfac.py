@@ -364,7 +364,7 @@ class KroneckerFactoredLinearOperator(StructuredDataLinearOperator):
             )
 
     def _on_all_ranks(self, task: str) -> AbstractContextManager[Any]:
-        """Return a context in which all ranks pass over their data, see ``Ranks``."""
+        """Return a context in which all ranks pass over their data, see ``Team``."""
         return self._together(task, reduced=sorted(self._options.reduced))
 
     @in_default_modes
