@@ -10,6 +10,7 @@ from models import Using
 from sample_gradients import loop
 from tables import core
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import curvlinops as C
@@ -60,6 +61,26 @@ def as_function(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return Changing.apply
 
 
+def as_hook_of_node(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def apply(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            h.grad_fn.register_prehook(lambda gradients: tuple(map(f, gradients)))
+        return h
+
+    return apply
+
+
+def as_hook_of_edge(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """PyTorch reads the node, and gives it to the user."""
+
+    def apply(h: Tensor) -> Tensor:
+        if h.requires_grad:
+            get_gradient_edge(h).node.register_prehook(lambda gradients: tuple(map(f, gradients)))
+        return h
+
+    return apply
+
+
 def in_checkpoint(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda h: checkpoint(lambda x: as_hook(f)(x * 1.0), h, use_reentrant=False)
 
@@ -72,6 +93,8 @@ def of_several(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 WAYS = {
     "hook": as_hook,
     "function": as_function,
+    "node": as_hook_of_node,
+    "edge": as_hook_of_edge,
     "checkpoint": in_checkpoint,
     "several": of_several,
 }

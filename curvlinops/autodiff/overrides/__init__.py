@@ -5,8 +5,10 @@ and in every backward pass, which recomputes checkpointed parts of the forward. 
 is differentiated, add a line to ``OVERRIDES``; to refuse a call, raise an error in its replacement.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -40,6 +42,9 @@ OVERRIDES: dict[Callable, Callable] = {
 if torch_internals.weight_norm is not None:
     OVERRIDES[torch_internals.weight_norm] = weight_norm
 
+#: What reads the node of a tensor, on which hooks may be registered.
+_READ_NODE = Tensor.grad_fn.__get__
+
 #: In addition in forward mode, which the fused kernels of attention lack.
 FORWARD = OVERRIDES | ATTENTION
 
@@ -50,7 +55,7 @@ TWICE = FORWARD | CONVOLUTIONS | DEVIATIONS | {F.gelu: gelu}
 class Overrides(TorchFunctionMode):
     """Replaces calls by a table while it is active, and refuses those that write to parameters.
 
-    ``hooks`` gets the names of hooks on the gradients of tensors.
+    ``hooks`` gets the names of hooks on gradients.
     """
 
     def __init__(
@@ -68,12 +73,25 @@ class Overrides(TorchFunctionMode):
         if func is Tensor.register_hook:
             hook = (*args, *kwargs.values())[1]
             self._hooks.add(f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}")
+        elif func == _READ_NODE and not _is_of_checkpoint(sys._getframe(1)):
+            self._hooks.add("hook on a grad_fn")  # PyTorch does not show hooks on nodes
         if writes(func, kwargs):
             self._protected.check(func, args, kwargs)
         if (kernel := torch_internals.kernel_in_python(func, args)) is not None:
             with self:  # it calls functions of the model
                 return kernel(*args, **kwargs)
         return self._table.get(func, func)(*args, **kwargs)
+
+
+def _is_of_checkpoint(frame: FrameType | None) -> bool:
+    """Return whether PyTorch's checkpoints call, which give no node to the user.
+
+    Modes of this package pass calls on.
+    """
+    name = "curvlinops"
+    while frame is not None and name.partition(".")[0] == "curvlinops":
+        name, frame = frame.f_globals.get("__name__", ""), frame.f_back
+    return name == "torch.utils.checkpoint"
 
 
 @contextmanager
