@@ -308,7 +308,7 @@ class KroneckerProductLinearOperator(StructuredLinearOperator):
         first, *others = self._factors
         if others or first.is_diagonal or first.groups != self._groups:
             return False
-        return bool(torch.as_tensor(first.is_open()).any())
+        return first.decomposition is None or bool(first.is_open().any())
 
     def _power(self, exponent: float) -> StructuredLinearOperator:
         return self._of(f.power(exponent, name_of_factor(i)) for i, f in enumerate(self._factors))
