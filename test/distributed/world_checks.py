@@ -405,7 +405,9 @@ def fits(w: Both, fit: str) -> None:
     ours, theirs = together.distance(), alone.distance()
     assert ours.keys() == theirs.keys()
     for name, estimate in ours.items():
-        assert error(torch.stack(estimate), torch.stack(theirs[name])) <= 1e-9, name
+        # numbers of order one; those of exact blocks are rounding errors
+        difference = torch.stack(estimate) - torch.stack(theirs[name])
+        assert float(difference.abs().max()) <= 1e-9, name
     X, y = w.p.data[0]
     together.update((X, y))
     alone.update((torch.cat([X] * 2), torch.cat([y] * 2)))
