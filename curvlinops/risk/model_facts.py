@@ -23,6 +23,7 @@ from curvlinops.support.autograd_graph import (
     has_hooks_on_saved,
     is_users,
     leaf_variables,
+    least_precise,
     loses_graph,
     precisions,
 )
@@ -68,6 +69,7 @@ class ModelFacts:
     rules: Rules | None = None  # of layers, once they are needed
     is_evaluated: bool = False  # so that the other facts are known
     graph_bytes: float = 0  # infinite if hooks replace what the graph saves
+    precision: torch.dtype = torch.float64  # the least precise one in which gradients pass
     #: The names of hooks that model or loss register, which may change gradients.
     hooks: set[str] = field(default_factory=set)
     #: Whether the model differentiates itself, as meta-learning does, so that its parameters have
@@ -90,6 +92,7 @@ class ModelFacts:
         """Learn from the model's first evaluation, its output, and the nodes of its graph."""
         self.is_evaluated = True
         self.graph_bytes = inf if has_hooks_on_saved(nodes) else footprint([output], nodes=nodes)
+        self.precision = least_precise(nodes, output)
         self.differentiates, self.stops_gradients = watch.differentiates, watch.stops_gradients
 
 

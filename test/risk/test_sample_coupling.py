@@ -300,6 +300,13 @@ def rounded(m: Using, x: Tensor) -> Tensor:
     return alone(m, x) * (1 + 50 * torch.finfo(x.dtype).eps * noise.to(x))
 
 
+def rounded_inside(m: Using, x: Tensor) -> Tensor:
+    """The same in a part of the model that is less precise than its output."""
+    y = alone(m, x).float()
+    noise = torch.randn(len(x), 4, generator=torch.Generator().manual_seed(len(x)))
+    return (y * (1 + 50 * torch.finfo(y.dtype).eps * noise)).to(x)
+
+
 def rounded_by_others(m: Using, x: Tensor) -> Tensor:
     """A small interaction, which is no rounding."""
     return alone(m, x) + 1e-3 * torch.tanh(m.first(x)).mean(0)
@@ -318,7 +325,7 @@ def test_rounding_is_no_interaction(kind: str, dtype: torch.dtype):
         params = [*model.first.parameters(), *model.second.parameters()]
         return kind_of(model, loss, params, data)
 
-    build_with(alone), build_with(rounded)
+    build_with(alone), build_with(rounded), build_with(rounded_inside)
     build_with(masked, nn.CrossEntropyLoss(), torch.zeros(N).long())
     with pytest.raises(ValueError, match="depends on the other samples"):
         build_with(rounded_by_others)

@@ -140,7 +140,8 @@ def _couples(problem: Any, output: Tensor, start: int, num: int, taken: int) -> 
         axes = [taken if n == num_samples else n for n in output.shape[1:]]
         return len(rows) == taken and list(rows.shape[1:]) == axes
     is_cut = len(rows) == size * taken  # else something else than samples was cut
-    return is_cut and differs(rows[: size * num], output[size * start :][: size * num], output)
+    expected = output[size * start :][: size * num]
+    return is_cut and differs(rows[: size * num], expected, output, problem.risk.facts.precision)
 
 
 def check_gradients(problem: Any, operations: int) -> None:
@@ -206,12 +207,12 @@ def couples_gradients(problem: Any) -> tuple[list[str], bool]:
     return sorted(names) if couples else [], all(size for *_, size in errors)
 
 
-def differs(rows: Tensor, expected: Tensor, output: Tensor) -> bool:
-    """Return whether rows of an output differ by more than rounding errors of all of it."""
+def differs(rows: Tensor, expected: Tensor, output: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rows of an output differ by more than its rounding errors in a dtype."""
     if rows.shape != expected.shape:
         return False
     error, scale = error_and_scale(rows, expected, output)
-    return error != 0 and not error <= _tolerance(output.dtype, output) * scale
+    return error != 0 and not error <= _tolerance(dtype, output) * scale
 
 
 def error_and_scale(x: Tensor, expected: Tensor, whole: Tensor) -> tuple[float, float]:
