@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops.layers.gradients import LowRank
-from curvlinops.support.columns import Columns, flat
-from curvlinops.support.norms import double_norm
+from curvlinops.linear_operator.space import Columns
 
 
 class LowRankColumns:
@@ -27,13 +26,19 @@ class LowRankColumns:
     def __init__(self, columns: Columns, rank: int, is_vector: bool):
         self.rank, self.is_vector, self.columns = rank, is_vector, dict[str, Tensor | LowRank]()
         self.error_by_parameter: dict[str, Tensor] = {}
-        lost, whole = [], []
+        lost, whole, scales = [], [], []
         for name, column in columns.items():
-            self.columns[name], error = _truncated(column, rank)
+            scale = _scale(column)
+            self.columns[name], error = _truncated(column, rank, scale)
+            size = _norms(column, scale)
             lost.append(error)
-            whole.append(double_norm(flat(column), 1))
-            self.error_by_parameter[name] = _ratio(error, whole[-1]).to(column.dtype)
-        total, sizes = (torch.linalg.vector_norm(torch.stack(x), dim=0) for x in (lost, whole))
+            whole.append(size)
+            scales.append(scale)
+            self.error_by_parameter[name] = _ratio(error, size).to(column.dtype)
+        relative = torch.stack(scales) / torch.stack(scales).amax(0)
+        total, sizes = (
+            torch.linalg.vector_norm(torch.stack(x) * relative, dim=0) for x in (lost, whole)
+        )
         self.relative_error = _ratio(total, sizes).to(next(iter(columns.values())).dtype)
 
     @classmethod
@@ -84,21 +89,34 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return error / size.where(size > 0, 1.0)
 
 
-def _truncated(column: Tensor, rank: int) -> tuple[Tensor | LowRank, Tensor]:
+def _scale(column: Tensor) -> Tensor:
+    """Return the largest entry of each of K tensors in float64, 1 for zeros; squares may vanish."""
+    entries = column.reshape(len(column), prod(column.shape[1:])).abs().double()
+    largest = entries.amax(1) if entries.shape[1] else entries.sum(1)
+    return largest.where(largest > 0, 1.0)
+
+
+def _norms(column: Tensor, scale: Tensor) -> Tensor:
+    """Return the norms of K tensors, each divided by its scale."""
+    entries = column.reshape(len(column), prod(column.shape[1:])).double() / scale[:, None]
+    return torch.linalg.vector_norm(entries, dim=1)
+
+
+def _truncated(column: Tensor, rank: int, scale: Tensor) -> tuple[Tensor | LowRank, Tensor]:
     """Return tensors ``[K, *shape]`` with low rank, and the norms of what is left out, ``[K]``."""
     rows = column.shape[1] if column.ndim > 1 else 1
     matrices = column.reshape(len(column), rows, prod(column.shape[2:]))
     if min(matrices.shape[1:]) <= rank or not len(matrices):
-        return column, column.new_zeros(len(column), dtype=torch.float64)
+        return column, torch.zeros_like(scale)
     is_wide = matrices.shape[1] < matrices.shape[2]
     tall = matrices.mT if is_wide else matrices
     # the leading right singular vectors are eigenvectors of the smaller Gram matrix, which has
     # digits for small ones in float64 only
-    grams = (M.T @ M for M in map(Tensor.double, tall))
-    bases = [torch.linalg.eigh(gram).eigenvectors[:, -rank:] for gram in grams]
+    scaled = (M.double() / x for M, x in zip(tall, scale, strict=True))
+    bases = [torch.linalg.eigh(M.T @ M).eigenvectors[:, -rank:] for M in scaled]
     vectors = torch.stack(bases).to(tall)
     left, right = tall @ vectors, vectors.mT
     if is_wide:
         left, right = right.mT, left.mT
     kept = LowRank(left.contiguous(), right.contiguous(), tuple(column.shape[1:]))
-    return kept, double_norm(matrices - left @ right, (1, 2))
+    return kept, _norms(matrices - left @ right, scale)
