@@ -271,7 +271,7 @@ def _invert(
         return A, roots, least
     inverse = torch.cholesky_inverse(A, out=A)
     # the trace is never smaller than the norm
-    errors = eps * (sizes * diagonal).sum(-1)
+    errors = eps * (sizes * inverse.diagonal(dim1=-2, dim2=-1)).sum(-1)
     if bool((errors < limit).all()):
         return inverse, roots, errors
     column, squares = sizes.unsqueeze(-1), torch.zeros(len(A), 1, 1, dtype=dtype, device=A.device)
