@@ -4,10 +4,10 @@
 
 Prints the path of the package if it is ours, else null, or why it cannot be imported. Then
 `row PROBLEM | QUANTITY | STATE` makes a problem, and later lines are about it: `time` answers with
-the CPU and wall seconds of some calls, `memory` with the peak of all tensors in bytes beyond those
-of model and data, from construction to the second result; `numbers` writes the numbers of a first
-result and of one in the state to the file. A failure is answered by its message. All answers are
-JSON.
+the CPU and wall seconds of some calls, `memory` with the peak of all tensors and NumPy
+arrays in bytes beyond those of model and data, from construction to the second result; `numbers`
+writes the numbers of a first result and of one in the state to the file. A failure is answered by
+its message. All answers are JSON.
 """
 
 import gc
@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from numpy_bytes import ArrayBytes
 from packages import PACKAGES, Quantity, gradient
 from problems import make
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +35,8 @@ LATER, FIRST = "later", "first"
 SECONDS, CALLS = 0.05, 10
 #: The largest number of entries of a tensor that are compared.
 MOST = 4 * 10**6
+#: Arrays of modules that are imported while memory is measured live as long as the process.
+ARRAYS = ArrayBytes()
 
 
 class Row:
@@ -106,28 +109,35 @@ def _synchronize(device: str) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of new tensors, as the allocator of a GPU does.
+    """Counts the bytes of new tensors, as the allocator of a GPU does, and of new NumPy arrays.
 
     The memory of the process is no measure: it also depends on imports, and on the memory that the
     C library returns to the system.
     """
 
-    def __init__(self):
+    def __init__(self, arrays: ArrayBytes):
         super().__init__()
         self.now = self.peak = 0
+        self._arrays = arrays
         self._before = [x.untyped_storage() for x in _strided(gc.get_objects())]
         self._seen = weakref.WeakSet(self._before)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, and count its new tensors, also inputs that NumPy made."""
+        """Run an operation, and count its new tensors."""
+        self.look()
         out = func(*args, **(kwargs or {}))
         for storage in {x.untyped_storage() for x in _strided(tree_leaves((args, kwargs, out)))}:
-            if storage not in self._seen:
+            if storage.resizable() and storage not in self._seen:  # NumPy's are not resizable
                 self._seen.add(storage)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self._free, storage.nbytes())
-        self.peak = max(self.peak, self.now)
+        self.look()
         return out
+
+    def look(self) -> None:
+        """Add the largest memory of arrays since the last call to that of the tensors."""
+        self.peak = max(self.peak, self.now + self._arrays.peak)
+        self._arrays.peak = self._arrays.now
 
     def _free(self, num_bytes: int) -> None:
         self.now -= num_bytes
@@ -146,8 +156,9 @@ def peak_memory(run: Callable[[], object], device: str) -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with LiveBytes() as live:
+    with ARRAYS.counting(), LiveBytes(ARRAYS) as live:
         run()
+    live.look()
     return live.peak
 
 
