@@ -161,8 +161,7 @@ fig.savefig("laplace_evidence.png", dpi=150)
 #
 # The evidence can choose many precisions at once, here one for each layer. The log-determinant is
 # differentiable in them, so that an optimizer finds them for a given mode. KFAC is decomposed only
-# once, and an evaluation takes milliseconds. The page on Laplace approximations compares such a
-# loop with laplace-torch: both find the same precisions and the same evidence.
+# once, and an evaluation takes milliseconds.
 
 
 def tune(model: nn.Module, A: KFACLinearOperator, tau: float) -> dict[tuple[str, ...], float]:
