@@ -33,9 +33,6 @@ from curvlinops.support.warnings import first_line
 
 _LOGGER = logging.getLogger("curvlinops")
 
-#: Memory of a use's gradients from which on the fixed costs of a pass do not matter.
-_LARGE = 2**18
-
 
 class SampleGradients:
     """Gradients of the N samples of a batch.
@@ -103,9 +100,7 @@ class SampleGradients:
     def vectors_at_once(self) -> int:
         """The number of vectors that should be backpropagated at once."""
         size = self.output.nbytes if self._batch is None else self._batch.num_bytes
-        # more is not faster, except for many small layers
-        room = min(max(3 * BYTES // 4, len(self.uses) * _LARGE), BYTES)
-        return max(room // max(size, 1), 1)
+        return max(BYTES // max(size, 1), 1)
 
     def split(
         self, tied: bool
