@@ -1,10 +1,9 @@
 """Memory of construction, products and gradients of samples, and errors for want of memory."""
 
 import gc
-import weakref
 from contextlib import nullcontext
 from itertools import product
-from typing import ClassVar
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -196,33 +195,50 @@ def test_few_vectors_at_once(case: str, run, most: float):
     assert max(LiveBytes().peaks(lambda: run(G, v))) <= most * v.nbytes
 
 
-class Watched(nn.Sequential):
-    """Notes what is computed on the way, without keeping it alive."""
+class Rows(NamedTuple):
+    """A container that PyTorch opens, as the outputs of Hugging Face are."""
 
-    seen: ClassVar[list] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x)
-            self.seen.append(weakref.ref(x))
-        return x
+    rows: Tensor
 
 
-@pytest.mark.extensive
-@pytest.mark.parametrize("case", ALL)
-def test_activations_do_not_wait_for_the_garbage_collector(case: str):
-    model = Watched(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    operator = build(case, model, torch.randn(5, 4), torch.randn(5, 2), batches=2)
-    run = getattr(operator, "compute_kronecker_factors", lambda: operator @ vectors(operator))
-    run()
+def linearized(A: TorchLinearOperator) -> None:
+    with A.linearized():
+        A @ vectors(A)
+
+
+def factors(A: TorchLinearOperator) -> None:
+    A.compute_kronecker_factors()
+    A.update(*A.data, 0.9)
+    for options in ({}, {"use_exact_damping": True}):
+        A.inverse(0.1, **options) @ vectors(A)
+    A.damped(0.1).logdet()
+
+
+USES = {"product": lambda A: A @ vectors(A), "linearized": linearized, "factors": factors}
+
+
+@pytest.mark.parametrize(
+    "case, run",
+    core(
+        [("ggn", "product"), ("hessian", "linearized"), ("kfac", "factors")],
+        [(case, run) for case, run in product(ALL, USES) if run != "factors" or "kfac" in case],
+    ),
+)
+def test_nothing_waits_for_the_garbage_collector(case: str, run: str):
+    layers = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    model = Using(lambda m, X: m.body(X.rows), body=nn.Sequential(*layers))
+    operator = build(case, model, Rows(torch.randn(5, 3)), torch.randn(5, 2))
+    USES[run](operator)
     gc.collect()
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        Watched.seen.clear()
-        run()
-        assert Watched.seen
-        assert all(ref() is None for ref in Watched.seen)
+        USES[run](operator)
+        gc.collect()
+        assert not [x for x in gc.garbage if isinstance(x, Tensor)]
     finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
         gc.enable()
 
 

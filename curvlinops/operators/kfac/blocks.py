@@ -256,11 +256,13 @@ class Block:
             self.keys[kind] = Stack(kind, tuple(block.views for block in self.singles))
         return self.keys[kind]
 
-    @cached_property
+    @property
     def parts(self) -> "tuple[Block, ...]":
         """The blocks that it is made of, with views of its matrices."""
-        if not self.members:
-            return (self,)
+        return self._parts if self.members else (self,)  # kept, it would never be freed
+
+    @cached_property
+    def _parts(self) -> "tuple[Block, ...]":
         number, parts = len(self.members), []
         matrices = [None] * number if self.matrix is None else self.matrix.tensor_split(number)
         for i, member in enumerate(self.members):
