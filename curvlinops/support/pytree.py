@@ -55,7 +55,8 @@ def _open(part: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if kind in _PLAIN:
         return None
     if not pytree.tree_is_leaf(part):
-        itself = id(part)  # PyTorch's function never frees what is_leaf refers to
+        # PyTorch's function keeps what is_leaf refers to until Python's garbage collector runs
+        itself = id(part)
         parts, structure = pytree.tree_flatten(part, is_leaf=lambda inner: id(inner) != itself)
         return parts, lambda new: pytree.tree_unflatten(new, structure)
     if isinstance(part, Mapping):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, PYFUNCTYPE, c_char_p, c_size_t, c_void_p, py_object
 
-from numpy._core import _multiarray_umath
+import numpy
 
 _C = ctypes.CDLL(None)
 _MALLOC = CFUNCTYPE(c_void_p, c_size_t)(("malloc", _C))
@@ -20,7 +20,8 @@ _FREE = CFUNCTYPE(None, c_void_p)(("free", _C))
 _PYTHON = ctypes.pythonapi
 _NEW = PYFUNCTYPE(py_object, c_void_p, c_char_p, c_void_p)(("PyCapsule_New", _PYTHON))
 _POINTER = PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", _PYTHON))
-_TABLE = ctypes.cast(_POINTER(_multiarray_umath._ARRAY_API, None), POINTER(c_void_p))
+_CORE = numpy._core if hasattr(numpy, "_core") else numpy.core  # before NumPy 2
+_TABLE = ctypes.cast(_POINTER(_CORE._multiarray_umath._ARRAY_API, None), POINTER(c_void_p))
 #: The function of this number in NumPy's table is `PyDataMem_SetHandler`.
 _SET_HANDLER = PYFUNCTYPE(py_object, py_object)(_TABLE[304])
 
@@ -56,6 +57,8 @@ class ArrayBytes:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count the arrays that are made from here on."""
+        self.now = self.peak = 0
+        self._sizes.clear()  # earlier arrays do not count
         before = _SET_HANDLER(_NEW(ctypes.addressof(self._handler), b"mem_handler", None))
         try:
             yield

@@ -109,7 +109,8 @@ def test_committed_results_are_complete():
         assert {f"{quantity}, {state}" for state in states} <= {*problem["rows"]}
         for row in problem["rows"].values():
             cells = [row[package] for package in ("ours", "by hand") if package in row]
-            assert all("refused" in cell or cell["n"] >= 3 for cell in cells)  # calls
+            # as many calls as bench.py has ROUNDS; fast machines make more in the same time
+            assert all("refused" in cell or cell["n"] >= 3 for cell in cells)
 
 
 DOUBLED = """

@@ -259,7 +259,8 @@ class Block:
     @property
     def parts(self) -> "tuple[Block, ...]":
         """The blocks that it is made of, with views of its matrices."""
-        return self._parts if self.members else (self,)  # kept, it would never be freed
+        # a block that kept a reference to itself would wait for Python's garbage collector
+        return self._parts if self.members else (self,)
 
     @cached_property
     def _parts(self) -> "tuple[Block, ...]":
